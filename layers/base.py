@@ -1,0 +1,247 @@
+"""The contract every token mixer keeps.
+
+A mixer turns `x` `[B, T, C]` into `y` `[B, T, C]` and, asked for it, a state that lets the next call
+go on where this one stopped: any split of a sequence into calls gives the result of one call.
+
+Shape letters used in this package: B sequences, T tokens, C hidden size, H query heads, G key/value
+heads, D head size, S state slots, N packed documents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+
+class LayerError(ValueError):
+    """Options or inputs that a layer cannot take; the message names them and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where in a model a mixer stands; a layer used alone is layer 0 of 1."""
+
+    hidden_size: int
+    layer: int = 0
+    num_layers: int = 1
+    first_of_kind: bool = True  # the layer whose values the value residual of its kind shares
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Matrix-product FLOPs of one token (2 per multiply-add), visible query-key pairs only."""
+
+    differentiable: float = 0.0
+    routing: float = 0.0  # has no backward
+
+    @property
+    def forward(self) -> float:
+        return self.differentiable + self.routing
+
+    @property
+    def training(self) -> float:
+        """Forward and backward, without recomputation."""
+        return 3 * self.differentiable + self.routing
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.differentiable + other.differentiable, self.routing + other.routing)
+
+
+@dataclass
+class Context:
+    """What one call knows beside `x`. Built by the model once per call, or by `Context.of` for a layer alone."""
+
+    cu_seqlens: Tensor | None = None
+    """Document borders of a packed row `[1, T]`: int32 `[N + 1]`, first 0, rising, last T. None: B equal rows."""
+    lengths: tuple[int, ...] = ()
+    """The packed documents' lengths on the host; empty for equal rows."""
+    want_state: bool = True
+    embedding: Tensor | None = None
+    """Token embeddings after this layer's own norm `[B, T, C]`: what a first-of-kind layer computes the
+    shared value from. None: the layer's input itself (a layer used alone)."""
+    first_values: dict[str, Tensor] = field(default_factory=dict)
+    """Registry kind -> value of its first layer `[B, T, G * D]`; written by that layer, read by later ones."""
+    routes: dict[int, Any] | None = None
+    """Layer index -> routing decisions. A layer found here replays them, another records its own;
+    None: neither."""
+    statistics: dict[str, Tensor] | None = None
+    """Where mixers leave scalars for monitoring, keyed `layer_index/name`; None: do not compute them."""
+
+    @classmethod
+    def of(cls, x: Tensor, cu_seqlens: Tensor | None = None, *, want_state: bool = True, **more: Any) -> Context:
+        """Context of a call with input `x` `[B, T, ...]`.
+
+        Raises LayerError when there are no tokens, or `cu_seqlens` does not cut the row into non-empty documents.
+        """
+        if x.shape[0] < 1 or x.shape[1] < 1:
+            raise LayerError(f"a call needs at least one sequence of at least one token, got shape {tuple(x.shape)}")
+        return cls(cu_seqlens, document_lengths(cu_seqlens, x), want_state, **more)
+
+    def document(self, index: int, span: slice) -> Context:
+        """The context of one packed document alone, which covers the tokens `span`."""
+        cut = {kind: value[:, span] for kind, value in self.first_values.items()}
+        embedding = None if self.embedding is None else self.embedding[:, span]
+        return replace(self, cu_seqlens=None, lengths=(), embedding=embedding, first_values=cut, routes=None)
+
+
+def document_lengths(cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, ...]:
+    """Lengths of the documents packed in `x` `[1, T, ...]`, on the host; empty without `cu_seqlens`."""
+    if cu_seqlens is None:
+        return ()
+    borders = cu_seqlens.tolist()
+    if x.shape[0] != 1:
+        raise LayerError(f"cu_seqlens needs one packed row, got a batch of {x.shape[0]}")
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != x.shape[1]:
+        raise LayerError(f"cu_seqlens must run from 0 to the row's {x.shape[1]} tokens, got {borders}")
+    lengths = tuple(end - start for start, end in zip(borders, borders[1:], strict=False))
+    for index, length in enumerate(lengths):
+        if length < 1:
+            raise LayerError(
+                f"document {index} of the packed row has {length} tokens (cu_seqlens {borders}); "
+                "leave empty documents out"
+            )
+    return lengths
+
+
+@dataclass
+class MixerState:
+    """What a mixer remembers between calls: tensors whose first axis is the batch, and host numbers.
+
+    With gradients enabled a state is a value: calls leave it alone and it is differentiable. Without, a
+    call takes its storage over, so that decoding writes in place; a state that was handed on is spent.
+    """
+
+    position: int = 0
+    """Tokens seen since the start of the sequence."""
+    _spent: bool = field(default=False, repr=False, kw_only=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: value for f in dataclasses.fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same state with every tensor changed."""
+        self._refuse_spent()
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
+
+    def detach(self) -> Self:
+        return self.map(lambda t: t.detach())
+
+    def to(self, device: torch.device | str) -> Self:
+        return self.map(lambda t: t.to(device))
+
+    def fork(self) -> Self:
+        """An independent copy; both can be continued."""
+        return self.map(lambda t: t.clone())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    def take(self) -> Self:
+        """The state for a call to go on from; without gradients this spends the caller's copy.
+
+        Raises LayerError when the state was already handed on.
+        """
+        self._refuse_spent()
+        if torch.is_grad_enabled():
+            return self
+        taken = replace(self)
+        self._spent = True
+        return taken
+
+    def _refuse_spent(self) -> None:
+        if self._spent:
+            raise LayerError(
+                "this state was handed on to an earlier call, which may have overwritten it; "
+                "use the state that call returned, or fork() before calling"
+            )
+
+
+class Mixer(nn.Module):
+    """Base of all token mixers. A subclass is built as `Kind(options, site)` and gives `mix` and the accounts."""
+
+    kind: ClassVar[str]  # set by the registry
+    Options: ClassVar[type]
+
+    def __init__(self, options: Any, site: Site) -> None:
+        super().__init__()
+        self.options = options
+        self.site = site
+
+    def forward(
+        self, x: Tensor, context: Context | None = None, state: Any = None
+    ) -> tuple[Tensor, Any]:
+        """Mix tokens.
+
+        Args:
+            x: `[B, T, C]`, or one packed row `[1, T, C]` with `context.cu_seqlens`.
+            context: see `Context`; None for plain equal rows.
+            state: what the previous call returned, or None at the start. For a packed row a list with one
+                state (or None) per document.
+
+        Returns:
+            `y` `[B, T, C]` in x's dtype and the state to go on from (None unless `context.want_state`).
+        """
+        if context is None:
+            context = Context.of(x)
+        if context.lengths and (context.want_state or state is not None):
+            return self._forward_documents(x, context, state)
+        if state is not None:
+            state = state.take()
+        return self.mix(x, context, state)
+
+    def mix(self, x: Tensor, context: Context, state: Any) -> tuple[Tensor, Any]:
+        """The layer's mathematics. `state` may be written to when gradients are off. A packed row comes here
+        without state; with state it comes document by document."""
+        raise NotImplementedError
+
+    def _forward_documents(
+        self, x: Tensor, context: Context, states: Sequence[Any] | None
+    ) -> tuple[Tensor, list[Any]]:
+        """A packed row with carried state: each document as a batch of one."""
+        if states is None:
+            states = [None] * len(context.lengths)
+        if len(states) != len(context.lengths):
+            raise LayerError(f"{len(states)} states for {len(context.lengths)} packed documents")
+        outputs, after, firsts = [], [], []
+        start = 0
+        for index, (length, state) in enumerate(zip(context.lengths, states, strict=True)):
+            span = slice(start, start + length)
+            alone = context.document(index, span)
+            y, state = self.forward(x[:, span], alone, state)
+            outputs.append(y)
+            after.append(state)
+            firsts.append(alone.first_values)
+            start += length
+        for kind in firsts[0].keys() - context.first_values.keys():
+            context.first_values[kind] = torch.cat([values[kind] for values in firsts], 1)
+        return torch.cat(outputs, 1), after
+
+    def empty_state(self, batch: int) -> MixerState:
+        """The state before the first token, on the parameters' device."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Initialise this module's own parameters in place (also after meta-device construction)."""
+        raise NotImplementedError
+
+    def flops_per_token(self, context_length: int) -> Flops:
+        """Mean over the positions of one sequence of `context_length` tokens, projections included."""
+        raise NotImplementedError
+
+    def flops_at(self, position: int) -> Flops:
+        """Decoding the token at `position` (0-based), projections included; work done once a chunk is spread."""
+        raise NotImplementedError
+
+    def state_bytes(self, context_length: int, element_size: int = 4) -> int:
+        """Bytes one sequence's state takes after `context_length` tokens, for activations of `element_size`."""
+        raise NotImplementedError
+
+    def no_decay(self) -> set[str]:
+        """Names of own parameters without weight decay: by default everything that is not a matrix."""
+        return {name for name, parameter in self.named_parameters() if parameter.ndim < 2}
