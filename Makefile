@@ -1,0 +1,46 @@
+# make quickstart   fresh machine -> environment, real text, tokenizer, training, samples
+# make test         the whole test suite
+# make lint         ruff and mypy
+# make test-slow    longer studies
+# Other interpreters: make PYTHON=python3.12 ...; other recipe keys: make quickstart ARGS="train.steps=100"
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: quickstart test test-slow lint format clean
+
+quickstart: $(VENV)/.quickstart
+	$(BIN)/hybrid train recipes/quickstart.yaml $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "kvm-hybrid needs Python 3.11, 3.12 or 3.13; name one with make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.quickstart: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[quickstart]"
+	@touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@ $(VENV)/.quickstart
