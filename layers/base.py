@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import torch
@@ -20,6 +21,17 @@ from torch import Tensor, nn
 
 class LayerError(ValueError):
     """Options or inputs that a layer cannot take; the message names them and what is allowed."""
+
+
+def require(condition: bool, option: str, value: Any, allowed: str) -> None:
+    """LayerError naming the option, its value and what is allowed, unless `condition` holds."""
+    if not condition:
+        raise LayerError(f"{option} is {value!r}; allowed: {allowed}")
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether `value` is a whole number (not a bool) of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True)
@@ -54,10 +66,10 @@ class Flops:
 
 @dataclass
 class Context:
-    """What one call knows beside `x`. Built by the model once per call, or by `Context.of` for a layer alone."""
+    """What one call knows beside `x`; built by the model once per call, or by `Context.of` for a layer alone."""
 
     cu_seqlens: Tensor | None = None
-    """Document borders of a packed row `[1, T]`: int32 `[N + 1]`, first 0, rising, last T. None: B equal rows."""
+    """Borders of the documents packed in a row `[1, T]`: int32 `[N + 1]`, first 0, last T. None: equal rows."""
     lengths: tuple[int, ...] = ()
     """The packed documents' lengths on the host; empty for equal rows."""
     want_state: bool = True
@@ -65,28 +77,36 @@ class Context:
     """Token embeddings after this layer's own norm `[B, T, C]`: what a first-of-kind layer computes the
     shared value from. None: the layer's input itself (a layer used alone)."""
     first_values: dict[str, Tensor] = field(default_factory=dict)
-    """Registry kind -> value of its first layer `[B, T, G * D]`; written by that layer, read by later ones."""
+    """Registry kind -> values of its first layer `[B, T, G * D]`; that layer writes, later ones read."""
     routes: dict[int, Any] | None = None
     """Layer index -> routing decisions. A layer found here replays them, another records its own;
-    None: neither."""
+    None: neither. For a packed row with state they are a list, one entry per document."""
     statistics: dict[str, Tensor] | None = None
     """Where mixers leave scalars for monitoring, keyed `layer_index/name`; None: do not compute them."""
 
     @classmethod
-    def of(cls, x: Tensor, cu_seqlens: Tensor | None = None, *, want_state: bool = True, **more: Any) -> Context:
+    def of(
+        cls, x: Tensor, cu_seqlens: Tensor | None = None, *, want_state: bool = True, **more: Any
+    ) -> Context:
         """Context of a call with input `x` `[B, T, ...]`.
 
-        Raises LayerError when there are no tokens, or `cu_seqlens` does not cut the row into non-empty documents.
+        Raises LayerError when there are no tokens, or `cu_seqlens` does not cut the row into non-empty
+        documents.
         """
         if x.shape[0] < 1 or x.shape[1] < 1:
-            raise LayerError(f"a call needs at least one sequence of at least one token, got shape {tuple(x.shape)}")
+            raise LayerError(f"a call needs at least one sequence and one token, got shape {tuple(x.shape)}")
         return cls(cu_seqlens, document_lengths(cu_seqlens, x), want_state, **more)
 
     def document(self, index: int, span: slice) -> Context:
         """The context of one packed document alone, which covers the tokens `span`."""
         cut = {kind: value[:, span] for kind, value in self.first_values.items()}
         embedding = None if self.embedding is None else self.embedding[:, span]
-        return replace(self, cu_seqlens=None, lengths=(), embedding=embedding, first_values=cut, routes=None)
+        routes = None
+        if self.routes is not None:
+            routes = {layer: kept[index] for layer, kept in self.routes.items() if isinstance(kept, list)}
+        return replace(
+            self, cu_seqlens=None, lengths=(), embedding=embedding, first_values=cut, routes=routes
+        )
 
 
 def document_lengths(cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, ...]:
@@ -98,7 +118,7 @@ def document_lengths(cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, ...]:
         raise LayerError(f"cu_seqlens needs one packed row, got a batch of {x.shape[0]}")
     if len(borders) < 2 or borders[0] != 0 or borders[-1] != x.shape[1]:
         raise LayerError(f"cu_seqlens must run from 0 to the row's {x.shape[1]} tokens, got {borders}")
-    lengths = tuple(end - start for start, end in zip(borders, borders[1:], strict=False))
+    lengths = tuple(end - start for start, end in pairwise(borders))
     for index, length in enumerate(lengths):
         if length < 1:
             raise LayerError(
@@ -121,12 +141,27 @@ class MixerState:
     _spent: bool = field(default=False, repr=False, kw_only=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f.name: value for f in dataclasses.fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        """Every tensor by field name; a state kept inside this one has dotted names (`inner.field`)."""
+        found: dict[str, Tensor] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                found[f.name] = value
+            elif isinstance(value, MixerState):
+                found.update({f"{f.name}.{name}": tensor for name, tensor in value.tensors().items()})
+        return found
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same state with every tensor changed."""
         self._refuse_spent()
-        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
+        changed: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                changed[f.name] = change(value)
+            elif isinstance(value, MixerState):
+                changed[f.name] = value.map(change)
+        return replace(self, **changed)
 
     def detach(self) -> Self:
         return self.map(lambda t: t.detach())
@@ -162,16 +197,45 @@ class MixerState:
             )
 
 
+def initialise(parameter: Tensor, init: Callable[[Tensor], Any]) -> None:
+    """Fill `parameter` in place by `init`, which gets an fp32 tensor of its full shape.
+
+    The values do not depend on the parameter's dtype, nor on how FSDP2 shards it (every rank draws the
+    full tensor and keeps its part; torch's own orthogonal init cannot write into a DTensor). On the meta
+    device it does nothing.
+    """
+    if parameter.is_meta:
+        return
+    value = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+    with torch.no_grad():
+        init(value)
+        if hasattr(parameter, "device_mesh"):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        parameter.copy_(value)
+
+
 class Mixer(nn.Module):
-    """Base of all token mixers. A subclass is built as `Kind(options, site)` and gives `mix` and the accounts."""
+    """Base of all token mixers: built as `Kind(options, site)`; a subclass gives `mix` and the accounts."""
 
     kind: ClassVar[str]  # set by the registry
     Options: ClassVar[type]
 
     def __init__(self, options: Any, site: Site) -> None:
         super().__init__()
+        self.check(options, site)
         self.options = options
         self.site = site
+
+    @classmethod
+    def check(cls, options: Any, site: Site) -> None:
+        """Whether a layer with these options can stand at `site`, without building it; LayerError if not."""
+
+    @classmethod
+    def value_width(cls, options: Any, site: Site) -> int | None:
+        """Width of the values that this layer's value residual shares with its kind; None if it has none."""
+        return None
 
     def forward(
         self, x: Tensor, context: Context | None = None, state: Any = None
@@ -208,7 +272,7 @@ class Mixer(nn.Module):
             states = [None] * len(context.lengths)
         if len(states) != len(context.lengths):
             raise LayerError(f"{len(states)} states for {len(context.lengths)} packed documents")
-        outputs, after, firsts = [], [], []
+        outputs, after, firsts, routes = [], [], [], []
         start = 0
         for index, (length, state) in enumerate(zip(context.lengths, states, strict=True)):
             span = slice(start, start + length)
@@ -217,9 +281,12 @@ class Mixer(nn.Module):
             outputs.append(y)
             after.append(state)
             firsts.append(alone.first_values)
+            routes.append((alone.routes or {}).get(self.site.layer))
             start += length
         for kind in firsts[0].keys() - context.first_values.keys():
             context.first_values[kind] = torch.cat([values[kind] for values in firsts], 1)
+        if context.routes is not None and routes[0] is not None:
+            context.routes[self.site.layer] = routes
         return torch.cat(outputs, 1), after
 
     def empty_state(self, batch: int) -> MixerState:
@@ -235,11 +302,11 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def flops_at(self, position: int) -> Flops:
-        """Decoding the token at `position` (0-based), projections included; work done once a chunk is spread."""
+        """Decoding the token at `position` (from 0), projections included; work done once a chunk is spread."""
         raise NotImplementedError
 
     def state_bytes(self, context_length: int, element_size: int = 4) -> int:
-        """Bytes one sequence's state takes after `context_length` tokens, for activations of `element_size`."""
+        """Bytes of one sequence's state after `context_length` tokens, for activations of `element_size`."""
         raise NotImplementedError
 
     def no_decay(self) -> set[str]:

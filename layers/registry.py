@@ -1,4 +1,4 @@
-"""Mixer kinds by name: our own, found by importing this package's modules, and other packages' entry points."""
+"""Mixer kinds by name: our own, found by importing this package, and other packages' entry points."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def register(kind: str):
         assert dataclasses.is_dataclass(mixer.Options), f"{mixer.__name__}.Options must be a dataclass"
         other = _kinds.get(kind)
         if other is not None and other.__qualname__ != mixer.__qualname__:
-            raise LayerError(f"two mixers are registered as '{kind}': {other.__module__} and {mixer.__module__}")
+            raise LayerError(
+                f"two mixers are registered as '{kind}': {other.__module__} and {mixer.__module__}"
+            )
         mixer.kind = kind
         _kinds[kind] = mixer
         return mixer

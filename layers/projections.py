@@ -1,0 +1,250 @@
+"""What the softmax mixers have around their attention: q, k, v from x, and the output projection.
+
+Order (Key-Value Means paper's code): linear maps, value residual on v, token shift of the projected
+vectors, split into heads, norm of q and k, rotary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import value_residual
+from .base import Context, Flops, LayerError, Mixer, MixerState, Site, initialise, is_count, require
+from .norms import NORMS, make_norm
+from .rope import STYLES, Rotary, positions, rotary, rotate
+from .shift import last_token, shift_ramp, token_shift
+
+
+@dataclass
+class ProjectionOptions:
+    num_heads: int | None = None
+    """Query heads H. None: hidden_size / head_dim."""
+    num_kv_heads: int | None = None
+    """Key/value heads G, a divisor of num_heads; query head h reads head h // (H / G). None: num_heads."""
+    head_dim: int | None = None
+    """D. None: hidden_size / num_heads, or the paper's 128 where num_heads is None too."""
+    rotary_dim: int | None = None
+    """P, the leading features of each head that are rotated; even. None: the kind's own default."""
+    rotary_base: float = 10000.0
+    """Slowest rotation is about 1 / base radians a token."""
+    rotary_style: str = "paper"
+    """paper (interleaved pairs, inclusive exponents, turned by minus the angle) or standard (Llama)."""
+    qk_norm: str = "layernorm"
+    """Per-head norm of queries and keys: layernorm, rmsnorm or none."""
+    token_shift: bool = True
+    """Mix each projected q, k and v with the previous token's."""
+    value_residual: bool = True
+    """Gate values towards those of the first layer of the same kind."""
+    qkv_bias: bool = False
+    """Biases of the q, k and v projections."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            require(value is None or is_count(value), name, value, "a whole number of 1 or more, or null")
+        dim = self.rotary_dim
+        even = is_count(dim, 0) and dim % 2 == 0
+        require(dim is None or even, "rotary_dim", dim, "an even number, 0 or more, or null")
+        base = self.rotary_base
+        positive = isinstance(base, int | float) and math.isfinite(base) and base > 0
+        require(positive, "rotary_base", base, "a number above 0")
+        require(self.rotary_style in STYLES, "rotary_style", self.rotary_style, ", ".join(STYLES))
+        require(self.qk_norm in (*NORMS, "none"), "qk_norm", self.qk_norm, ", ".join((*NORMS, "none")))
+        for name in ("token_shift", "value_residual", "qkv_bias"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, value, "true, false")
+
+
+class Heads(NamedTuple):
+    """Options resolved for one hidden size."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+
+
+@dataclass
+class ProjectedState(MixerState):
+    """A softmax mixer's state: last vectors for the token shift; subclasses add keys and values."""
+
+    shift_q: Tensor | None = None  # [B, H * D], before the shift; None at the start or without token shift
+    shift_k: Tensor | None = None  # [B, G * D]
+    shift_v: Tensor | None = None  # [B, G * D], after the value residual
+
+
+class Projected(NamedTuple):
+    q: Tensor  # [B, T, H, D], normalised and rotated
+    k: Tensor  # [B, T, G, D], normalised and rotated
+    v: Tensor  # [B, T, G, D]
+    shift: dict[str, Tensor]  # fields of the next ProjectedState
+
+
+class ProjectedMixer(Mixer):
+    """Base of the softmax mixers; a subclass adds its attention between `project` and `output`."""
+
+    Options = ProjectionOptions
+
+    def __init__(self, options: Any, site: Site) -> None:
+        super().__init__(options, site)
+        heads = self.heads(options, site.hidden_size)
+        self.num_heads, self.num_kv_heads, self.head_dim, self.rotary_dim = heads
+        size, self.kv_width = site.hidden_size, heads.num_kv_heads * heads.head_dim
+        self.q_width = heads.num_heads * heads.head_dim
+        self.c_q = nn.Linear(size, self.q_width, bias=options.qkv_bias)
+        self.c_k = nn.Linear(size, self.kv_width, bias=options.qkv_bias)
+        self.c_v = nn.Linear(size, self.kv_width, bias=options.qkv_bias)
+        self.c_proj = nn.Linear(self.q_width, size, bias=False)
+        if options.qk_norm != "none":
+            self.ln_q = make_norm(options.qk_norm, heads.head_dim)
+            self.ln_k = make_norm(options.qk_norm, heads.head_dim)
+        if options.token_shift:
+            self.x_q = nn.Parameter(torch.empty(self.q_width))
+            self.x_k = nn.Parameter(torch.empty(self.kv_width))
+            self.x_v = nn.Parameter(torch.empty(self.kv_width))
+        if options.value_residual:
+            rank = value_residual.gate_rank(size)
+            self.v_gate0 = nn.Parameter(torch.empty(self.kv_width))
+            self.v_gate1 = nn.Linear(size, rank, bias=False)
+            self.v_gate2 = nn.Linear(rank, self.kv_width, bias=False)
+        self._build()
+        self.reset_parameters()
+
+    def _build(self) -> None:
+        """Build what a subclass has beside the projections (before `reset_parameters`)."""
+
+    @classmethod
+    def default_rotary_dim(cls, head_dim: int) -> int:
+        """Half of the head, as the paper's main layers have it."""
+        return head_dim // 4 * 2
+
+    @classmethod
+    def heads(cls, options: Any, hidden_size: int) -> Heads:
+        """The options' head counts and sizes for `hidden_size`; LayerError where they do not fit it."""
+        num_heads, head_dim = options.num_heads, options.head_dim
+        if num_heads is None:
+            head_dim = head_dim or 128
+            if hidden_size % head_dim:
+                raise LayerError(
+                    f"num_heads is not given and hidden_size {hidden_size} is no multiple of head_dim "
+                    f"{head_dim}; give num_heads, or a head_dim that divides hidden_size"
+                )
+            num_heads = hidden_size // head_dim
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise LayerError(
+                    f"hidden_size {hidden_size} is no multiple of num_heads {num_heads}; give head_dim as "
+                    "well, or a num_heads that divides hidden_size"
+                )
+            head_dim = hidden_size // num_heads
+        num_kv_heads = options.num_kv_heads or num_heads
+        if num_heads % num_kv_heads:
+            raise LayerError(f"num_kv_heads is {num_kv_heads}; allowed: divisors of num_heads {num_heads}")
+        rotary_dim = options.rotary_dim
+        if rotary_dim is None:
+            rotary_dim = cls.default_rotary_dim(head_dim)
+        if rotary_dim > head_dim:
+            raise LayerError(f"rotary_dim is {rotary_dim}; allowed: even numbers up to head_dim {head_dim}")
+        return Heads(num_heads, num_kv_heads, head_dim, rotary_dim)
+
+    @classmethod
+    def check(cls, options: Any, site: Site) -> None:
+        cls.heads(options, site.hidden_size)
+
+    @classmethod
+    def value_width(cls, options: Any, site: Site) -> int | None:
+        if not options.value_residual:
+            return None
+        heads = cls.heads(options, site.hidden_size)
+        return heads.num_kv_heads * heads.head_dim
+
+    def reset_parameters(self) -> None:
+        """Initialise as the paper's code does; the output projection starts at zero."""
+        bound = 1 / math.sqrt(self.site.hidden_size)
+        for linear in (self.c_q, self.c_k, self.c_v):
+            initialise(linear.weight, lambda w: nn.init.uniform_(w, -bound, bound))
+            if linear.bias is not None:
+                initialise(linear.bias, nn.init.zeros_)
+        initialise(self.c_proj.weight, nn.init.zeros_)
+        if self.options.qk_norm != "none":
+            self.ln_q.reset_parameters()
+            self.ln_k.reset_parameters()
+        if self.options.token_shift:
+            depth = 1 - self.site.layer / self.site.num_layers
+            initialise(self.x_q, lambda mix: shift_ramp(mix, 0.2 * depth))
+            initialise(self.x_k, lambda mix: shift_ramp(mix, 0.7 * depth))
+            initialise(self.x_v, lambda mix: shift_ramp(mix, 0.7 * depth))
+        if self.options.value_residual:
+            initialise(self.v_gate0, value_residual.reset_gate0)
+            initialise(self.v_gate1.weight, nn.init.zeros_)
+            initialise(self.v_gate2.weight, value_residual.reset_gate2)
+
+    def project(self, x: Tensor, context: Context, state: ProjectedState | None) -> Projected:
+        """Queries, keys and values of `x` `[B, T, C]`, and the token shift's part of the next state."""
+        q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
+        if self.options.value_residual:
+            v = self._mix_values(v, x, context)
+        shift: dict[str, Tensor] = {}
+        if self.options.token_shift:
+            last = state or ProjectedState()
+            if context.want_state:
+                shift = {"shift_q": last_token(q), "shift_k": last_token(k), "shift_v": last_token(v)}
+            q = token_shift(q, self.x_q, last.shift_q, lengths=context.lengths)
+            k = token_shift(k, self.x_k, last.shift_k, lengths=context.lengths)
+            v = token_shift(v, self.x_v, last.shift_v, lengths=context.lengths)
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.options.qk_norm != "none":
+            q, k = self.ln_q(q), self.ln_k(k)
+        if self.rotary_dim:
+            table = self._rotary(x, context, state)
+            q, k = rotate(q, table), rotate(k, table)
+        return Projected(q, k, v, shift)
+
+    def _rotary(self, x: Tensor, context: Context, state: ProjectedState | None) -> Rotary:
+        start = 0 if state is None else state.position
+        at = positions(x.shape[1], start, context.lengths, x.device)
+        return rotary(at, self.rotary_dim, self.options.rotary_base, self.options.rotary_style)
+
+    def _mix_values(self, v: Tensor, x: Tensor, context: Context) -> Tensor:
+        """The value residual; the first layer of the kind also computes what the others get."""
+        if self.site.first_of_kind:
+            own_input = context.embedding is None or context.embedding is x
+            first = v if own_input else self.c_v(context.embedding)
+            context.first_values[self.kind] = first
+        else:
+            first = context.first_values.get(self.kind)
+            if first is None:
+                raise LayerError(
+                    f"layer {self.site.layer} ({self.kind}) needs the first {self.kind} layer's values in "
+                    "context.first_values; run that layer before it with the same context, or build it with "
+                    "first_of_kind, or with value_residual off"
+                )
+        value_residual.refuse_width(self.kind, self.site.layer, self.kv_width, first)
+        return value_residual.mix_values(v, first, self.v_gate0, self.v_gate2(self.v_gate1(x)))
+
+    def output(self, y: Tensor, x: Tensor) -> Tensor:
+        """Heads `[B, T, H, D]` to `[B, T, C]` in x's dtype."""
+        return self.c_proj(y.flatten(-2)).to(x.dtype)
+
+    def projection_flops(self) -> Flops:
+        """Linear maps of one token."""
+        size, rank = self.site.hidden_size, value_residual.gate_rank(self.site.hidden_size)
+        products = size * (2 * self.q_width + 2 * self.kv_width)
+        if self.options.value_residual:
+            products += rank * (size + self.kv_width)
+            if self.site.first_of_kind and self.site.layer > 0:
+                products += size * self.kv_width  # the shared values, from the embeddings
+        return Flops(2.0 * products)
+
+    def shift_bytes(self, context_length: int, element_size: int) -> int:
+        """Bytes of the token shift's part of the state."""
+        if not self.options.token_shift or context_length == 0:
+            return 0
+        return (self.q_width + 2 * self.kv_width) * element_size

@@ -1,0 +1,62 @@
+"""Rotary position embedding: the Key-Value Means paper's and the usual one of Llama-like models."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+STYLES = ("paper", "standard")
+
+
+class Rotary(NamedTuple):
+    """Tables of one call; apply them with `rotate`."""
+
+    cos: Tensor  # [T, P / 2], fp32
+    sin: Tensor
+    style: str
+
+
+def frequencies(rotary_dim: int, base: float, style: str, device: torch.device | None = None) -> Tensor:
+    """Radians per token of each rotated pair `[P / 2]`, fp32.
+
+    paper: base^(-i / (n - 1)) for the n pairs, so that the slowest turns by exactly 1 / base (upstream code);
+    standard: base^(-i / n).
+    """
+    pairs = rotary_dim // 2
+    steps = max(pairs - 1, 1) if style == "paper" else pairs
+    exponent = torch.arange(pairs, dtype=torch.float32, device=device) / steps
+    return torch.pow(float(base), -exponent)
+
+
+def positions(tokens: int, start: int = 0, lengths: tuple[int, ...] = (), device=None) -> Tensor:
+    """Absolute positions `[T]`: from `start`, or from 0 in each packed document."""
+    if lengths:
+        return torch.cat([torch.arange(length, device=device) for length in lengths])
+    return torch.arange(start, start + tokens, device=device)
+
+
+def rotary(positions: Tensor, rotary_dim: int, base: float, style: str) -> Rotary:
+    """Tables for integer `positions` `[T]`; angles are fp32 products of position and frequency."""
+    angles = positions.float()[:, None] * frequencies(rotary_dim, base, style, positions.device)
+    return Rotary(angles.cos(), angles.sin(), style)
+
+
+def rotate(x: Tensor, table: Rotary) -> Tensor:
+    """Rotate the first P features of each head of `x` `[B, T, H, D]`; computed in fp32, given in x's dtype.
+
+    paper: pairs (2i, 2i + 1) turn by minus the angle; standard: pairs (i, i + P / 2) turn by plus the angle.
+    """
+    rotary_dim = 2 * table.cos.shape[-1]
+    if rotary_dim == 0:
+        return x
+    cos, sin = table.cos[:, None], table.sin[:, None]
+    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    if table.style == "paper":
+        even, odd = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((even * cos + odd * sin, odd * cos - even * sin), -1).flatten(-2)
+    else:
+        low, high = turned.chunk(2, -1)
+        turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)
