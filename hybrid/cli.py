@@ -1,0 +1,336 @@
+"""The command `hybrid`: parse, call, print. Heavy packages are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+
+class UsageError(ValueError):
+    """A command line that cannot be understood."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one line; help texts keep their layout."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: how its arguments are declared and what it does with them (returns the exit code)."""
+
+    summary: str
+    example: str
+    declare: Callable[[Parser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 checks failed, 2 a mistake in what was asked,
+    130 interrupted. Only a fault of the program itself leaves as an exception."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that lacks a character must not end the run
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_gone():
+            return 141  # what a shell reports for a program ended by SIGPIPE
+        return _complain(_describe(error), 2)
+    except ValueError as error:
+        if type(error) is ValueError:  # not one of the errors meant for people
+            raise
+        return _complain(str(error), 2)
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    arguments = _main_parser().parse_args(argv)
+    if arguments.command is None:
+        _main_parser().print_help()
+        return 0
+    command = COMMANDS.get(arguments.command)
+    if command is None:
+        raise UsageError(
+            f"unknown command '{arguments.command}'{_nearest(arguments.command, COMMANDS)} "
+            f"Commands: {', '.join(COMMANDS)}"
+        )
+    parser = Parser(
+        prog=f"hybrid {arguments.command}",
+        description=command.summary,
+        epilog=f"example:\n  {command.example}",
+    )
+    command.declare(parser)
+    return command.run(parser.parse_intermixed_args(arguments.arguments))
+
+
+def _main_parser() -> Parser:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    parser = Parser(
+        prog="hybrid",
+        usage="hybrid [-h] [--version] COMMAND ...",
+        description="Train hybrid language models whose layers are mixed by a pattern string.",
+        epilog=f"commands:\n{listing}\n\n`hybrid COMMAND --help` shows its arguments and an example.",
+    )
+    parser.add_argument("--version", action="version", version=f"hybrid {version('kvm-hybrid')}")
+    # The deepspeed launcher puts this first; the environment says the same.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _nearest(word: str, known) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean '{near[0]}'?" if near else "."
+
+
+def _complain(message: str, code: int) -> int:
+    rank = os.environ.get("RANK", "0")
+    where = "" if rank == "0" else f" (rank {rank})"
+    print(f"hybrid: error{where}: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _describe(error: OSError) -> str:
+    reason = error.strerror or str(error) or type(error).__name__
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    return ": ".join([*names, reason])
+
+
+def _reader_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more (and not some other pipe that broke)."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush is quiet
+        return True
+    return False
+
+
+# ---------------------------------------------------------------- recipes
+
+
+def _declare_recipe(parser: Parser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="recipe keys set here, e.g. optimizer.lr=3e-4"
+    )
+
+
+def _load_recipe(arguments: argparse.Namespace):
+    from .recipe import load
+
+    path = Path(arguments.recipe)
+    if not path.exists():
+        folder = path.parent if path.parent.is_dir() else Path("recipes")
+        found = {file.name: file for file in sorted(folder.glob("*.yaml"))}
+        near = difflib.get_close_matches(path.name, found, n=1)
+        hint = f"; did you mean {found[near[0]]}?" if near else ""
+        raise UsageError(f"there is no recipe {path}{hint}")
+    return load(path, arguments.overrides)
+
+
+def _part(text: str) -> tuple[int, int]:
+    try:
+        part, parts = (int(number) for number in text.split("/"))
+    except ValueError:
+        part, parts = 0, 0
+    if not 1 <= part <= parts:
+        raise argparse.ArgumentTypeError(f"'{text}' is not of the form i/n with 1 <= i <= n, such as 2/8")
+    return part, parts
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
+    return int(text)
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    recipe = _load_recipe(arguments)
+    from .train import train
+
+    summary = train(recipe)
+    if os.environ.get("RANK", "0") == "0":
+        from .evaluate.yardsticks import report
+
+        print(report(recipe, summary))
+    return 0
+
+
+def _declare_prepare(parser: Parser) -> None:
+    _declare_recipe(parser)
+    parser.add_argument(
+        "--part",
+        type=_part,
+        default=(1, 1),
+        metavar="i/n",
+        help="prepare the i-th of n parts on this machine",
+    )
+    parser.add_argument(
+        "--processes", type=_count, metavar="N", help="default: the recipe's, or one per core"
+    )
+    parser.add_argument("--force", action="store_true", help="prepare again what is already there")
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    recipe = _load_recipe(arguments)
+    from .data import prepare
+
+    report = prepare(recipe.data, part=arguments.part, processes=arguments.processes, force=arguments.force)
+    print(report)
+    return 0
+
+
+def _declare_info(parser: Parser) -> None:
+    _declare_recipe(parser)
+    parser.add_argument("--processes", type=_count, default=1, metavar="N", help="processes it will run on")
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    recipe = _load_recipe(arguments)
+    from .info import describe
+
+    print(describe(recipe, arguments.processes))
+    return 0
+
+
+def _declare_verify(parser: Parser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", help="stored test vectors")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from .verify import verify
+
+    return verify(arguments.folder)
+
+
+def _declare_generate(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run directory or a converted model")
+    text = parser.add_argument_group("prompts (none: start a new document)")
+    text.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text to continue; repeat it for several; - reads one prompt from standard input",
+    )
+    text.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; blank lines are skipped")
+    text.add_argument(
+        "--separator",
+        metavar="LINE",
+        help="the prompts of the file may span lines and stand between lines that read exactly LINE",
+    )
+    length = parser.add_argument_group("length")
+    length.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="new tokens at most (%(default)s)"
+    )
+    length.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+    choice = parser.add_argument_group("choice of tokens")
+    choice.add_argument(
+        "--temperature", type=float, default=0.8, metavar="X", help="0 is greedy (%(default)s)"
+    )
+    choice.add_argument("--top-k", type=int, default=0, metavar="K", help="the K most probable only (0: off)")
+    choice.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="the most probable, up to this sum of probabilities (1: off)",
+    )
+    choice.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 avoids repeats (1: off)"
+    )
+    choice.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="sample i of seed N is sample 0 of seed N + i"
+    )
+    choice.add_argument(
+        "--samples", type=int, default=1, metavar="N", help="continuations of each prompt (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=16, metavar="N", help="sequences decoded side by side (%(default)s)"
+    )
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from .terminal import Printer, read_prompts
+
+    prompts = read_prompts(arguments.prompt, arguments.prompts_file, arguments.separator)
+    from .generate import Sampling, generate, load_model
+
+    names = ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
+    settings = {name: getattr(arguments, name) for name in names}
+    Sampling(**settings)  # a wrong value is found before the model is read
+    model, tokenizer = load_model(arguments.run)
+    printer = Printer(prompts, arguments.samples)
+    generate(
+        model,
+        tokenizer,
+        prompts,
+        max_tokens=arguments.max_tokens,
+        stop=arguments.stop,
+        samples=arguments.samples,
+        batch=arguments.batch,
+        on_text=printer.text,
+        on_end=printer.end,
+        **settings,
+    )
+    return 0
+
+
+COMMANDS = {
+    "train": Command(
+        "Train a model; prepares its data first if it is not there.",
+        "hybrid train recipes/quickstart.yaml train.steps=100",
+        _declare_recipe,
+        _train,
+    ),
+    "prepare": Command(
+        "Turn text into a tokenizer and token shards.",
+        "hybrid prepare recipes/quickstart.yaml --processes 2",
+        _declare_prepare,
+        _prepare,
+    ),
+    "info": Command(
+        "Show a recipe's layers, parameters, FLOPs, state and memory, without building it.",
+        "hybrid info recipes/quickstart.yaml 'model.pattern=(WK)4' --processes 8",
+        _declare_info,
+        _info,
+    ),
+    "generate": Command(
+        "Continue prompts with a trained model.",
+        "hybrid generate runs/quickstart --prompt 'def main(' --temperature 0.8 --samples 3",
+        _declare_generate,
+        _generate,
+    ),
+    "verify": Command(
+        "Compare this machine's results with stored test vectors; exit 1 when one differs.",
+        "hybrid verify tests/vectors",
+        _declare_verify,
+        _verify,
+    ),
+}
