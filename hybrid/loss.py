@@ -1,0 +1,78 @@
+"""The output head and the cross-entropy in chunks of tokens, so that a large vocabulary at a long context
+never has all its logits in memory: neither in the forward pass nor in the backward one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+IGNORE = -100
+"""The label of a token that is not counted."""
+
+
+class Loss(NamedTuple):
+    """Sums over the counted tokens of a call; fp32 scalars, the count int64."""
+
+    total: Tensor
+    """Sum of the tokens' cross-entropies in nats."""
+    tokens: Tensor
+    """How many tokens were counted."""
+    z_total: Tensor
+    """Sum of logsumexp(logits)^2; carries a gradient only when the call's `z_loss` is not 0."""
+
+
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """`softcap * tanh(logits / softcap)`, or the logits themselves for 0."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+class Head(nn.Module):
+    """Hidden states to logits, or straight to the loss. The weight is used nowhere but in `forward`, so that
+    a partitioned weight (ZeRO-3) is whole whenever it is needed."""
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, softcap: float = 0.0, weight: nn.Parameter | None = None
+    ) -> None:
+        """`weight` `[V, C]`: the embedding's, for tied embeddings; None: a weight of its own."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size)) if weight is None else weight
+        self.softcap = softcap
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, chunk: int = 2048, with_z: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits fp32 `[B, T, V]` of `hidden` `[B, T, C]`; with `labels` `[B, T]` the sums (total, z_total)
+        over tokens whose label is not -100, from logits of at most `chunk` tokens at once."""
+        if labels is None:
+            return self.logits(hidden)
+        rows = hidden.flatten(0, 1).split(chunk)
+        targets = labels.flatten().split(chunk)
+        again = torch.is_grad_enabled() and len(rows) > 1  # one chunk may as well keep its logits
+        sums = []
+        for row, target in zip(rows, targets, strict=True):
+            if again:
+                sums.append(
+                    checkpoint(self._sums, row, target, with_z, use_reentrant=False, preserve_rng_state=False)
+                )
+            else:
+                sums.append(self._sums(row, target, with_z))
+        totals, squares = zip(*sums, strict=True)
+        return torch.stack(totals).sum(), torch.stack(squares).sum()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return capped(F.linear(hidden, self.weight).float(), self.softcap)
+
+    def _sums(self, hidden: Tensor, labels: Tensor, with_z: bool) -> tuple[Tensor, Tensor]:
+        """Sums of cross-entropy and of logsumexp^2 over the counted tokens of `hidden` `[N, C]`."""
+        logits_NV = self.logits(hidden)
+        counted = labels != IGNORE
+        target = labels.clamp(min=0).unsqueeze(-1)
+        lse = torch.logsumexp(logits_NV, -1)
+        losses = lse - logits_NV.gather(-1, target).squeeze(-1)
+        squares = (lse if with_z else lse.detach()).square()
+        zero = losses.new_zeros(())
+        return torch.where(counted, losses, zero).sum(), torch.where(counted, squares, zero).sum()
