@@ -22,7 +22,7 @@ from .schema import ModelSection
 from .state import BlockState, HybridState
 
 if TYPE_CHECKING:
-    from .recipe import LayerSpec
+    from .layer_table import LayerSpec
     from .schema import Recipe
 
 
@@ -260,28 +260,39 @@ def _check(model: ModelSection, layers: list[LayerSpec]) -> None:
 
 
 def _mixers(model: ModelSection, layers: list[LayerSpec]) -> list[Mixer]:
-    """The mixers in order; the first of each registry kind shares its values, which must have one width."""
-    widths: dict[str, tuple[int, int]] = {}
-    seen: set[str] = set()
+    """The mixers in order, each told whether it is the one of its kind that shares its values."""
+    classes = [mixer_class(spec.kind) for spec in layers]
+    sharing = _sharing(model, layers, classes)
     mixers: list[Mixer] = []
-    for index, spec in enumerate(layers):
-        cls = mixer_class(spec.kind)
-        site = Site(model.hidden_size, index, len(layers), spec.kind not in seen)
-        seen.add(spec.kind)
+    for index, (spec, cls) in enumerate(zip(layers, classes, strict=True)):
+        site = Site(model.hidden_size, index, len(layers), sharing[spec.kind] == index)
         try:
             mixers.append(cls(spec.options, site))
         except LayerError as error:
             raise ModelError(f"layer {index} ('{spec.letter}', {spec.kind}): {error}") from error
-        width = cls.value_width(spec.options, site)
+    return mixers
+
+
+def _sharing(model: ModelSection, layers: list[LayerSpec], classes: list[type[Mixer]]) -> dict[str, int]:
+    """Registry kind -> its first layer with a value residual (its first layer, where none has one).
+
+    ModelError where layers of a kind have value residuals of unequal widths.
+    """
+    sharing: dict[str, int] = {}
+    widths: dict[str, int] = {}
+    for index, (spec, cls) in enumerate(zip(layers, classes, strict=True)):
+        width = cls.value_width(spec.options, Site(model.hidden_size, index, len(layers)))
         if width is None:
             continue
-        first, wanted = widths.setdefault(spec.kind, (index, width))
+        first, wanted = sharing.setdefault(spec.kind, index), widths.setdefault(spec.kind, width)
         if width != wanted:
             raise ModelError(
                 f"layer {index} ({spec.kind}) has values of width {width}, layer {first} of the same kind "
                 f"{wanted}: the value residual needs equal widths within a kind"
             )
-    return mixers
+    for index, spec in enumerate(layers):
+        sharing.setdefault(spec.kind, index)
+    return sharing
 
 
 def _layout(model: ModelSection, layers: list[LayerSpec]) -> tuple[str, ...]:

@@ -132,8 +132,8 @@ def _describe(state: MixerState) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(state):
         value = getattr(state, f.name)
-        if f.name == "_spent" or not f.init:
-            continue
+        if f.name.startswith("_"):
+            continue  # bookkeeping that a call makes anew
         if isinstance(value, MixerState):
             value = _describe(value)
         elif isinstance(value, Tensor):
