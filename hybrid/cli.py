@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
-from pathlib import Path
 from typing import NoReturn
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: Sequence[str]) -> int:
     arguments = _main_parser().parse_args(argv)
     if arguments.command is None:
-        _main_parser().print_help()
+        print(_main_parser().format_help(), end="")
         return 0
     command = COMMANDS.get(arguments.command)
     if command is None:
@@ -119,34 +119,31 @@ def _describe(error: OSError) -> str:
 def _reader_gone() -> bool:
     """Whether standard output is a pipe that nobody reads any more (and not some other pipe that broke)."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush is quiet
-        return True
-    return False
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):  # replaced by something that is no file
+        return False
+    poll = select.poll()
+    poll.register(output, select.POLLOUT)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # so that the last flush is quiet
+    return True
 
 
 # ---------------------------------------------------------------- recipes
 
 
 def _declare_recipe(parser: Parser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file")
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a shipped recipe")
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="recipe keys set here, e.g. optimizer.lr=3e-4"
     )
 
 
-def _load_recipe(arguments: argparse.Namespace):
+def _load_recipe(arguments: argparse.Namespace, processes: int | None = None):
     from .recipe import load
 
-    path = Path(arguments.recipe)
-    if not path.exists():
-        folder = path.parent if path.parent.is_dir() else Path("recipes")
-        found = {file.name: file for file in sorted(folder.glob("*.yaml"))}
-        near = difflib.get_close_matches(path.name, found, n=1)
-        hint = f"; did you mean {found[near[0]]}?" if near else ""
-        raise UsageError(f"there is no recipe {path}{hint}")
-    return load(path, arguments.overrides)
+    return load(arguments.recipe, arguments.overrides, world_size=processes)
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -169,7 +166,7 @@ def _count(text: str) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    recipe = _load_recipe(arguments)
+    recipe = _load_recipe(arguments, int(os.environ.get("WORLD_SIZE", "1")))
     from .train import train
 
     summary = train(recipe)
@@ -210,7 +207,7 @@ def _declare_info(parser: Parser) -> None:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    recipe = _load_recipe(arguments)
+    recipe = _load_recipe(arguments, arguments.processes)
     from .info import describe
 
     print(describe(recipe, arguments.processes))
@@ -280,25 +277,13 @@ def _generate(arguments: argparse.Namespace) -> int:
     from .terminal import Printer, read_prompts
 
     prompts = read_prompts(arguments.prompt, arguments.prompts_file, arguments.separator)
-    from .generate import Sampling, generate, load_model
+    from .generate import Settings, generate, load_model
 
-    names = ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
-    settings = {name: getattr(arguments, name) for name in names}
-    Sampling(**settings)  # a wrong value is found before the model is read
+    settings = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
+    Settings(**settings)  # a wrong value is found before the model is read
     model, tokenizer = load_model(arguments.run)
     printer = Printer(prompts, arguments.samples)
-    generate(
-        model,
-        tokenizer,
-        prompts,
-        max_tokens=arguments.max_tokens,
-        stop=arguments.stop,
-        samples=arguments.samples,
-        batch=arguments.batch,
-        on_text=printer.text,
-        on_end=printer.end,
-        **settings,
-    )
+    generate(model, tokenizer, prompts, on_text=printer.text, on_end=printer.end, **settings)
     return 0
 
 

@@ -7,6 +7,7 @@ processed one group after another, so every result is the one its prompt gets al
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from .data import Tokenizer
     from .model import HybridLM
 
-PREFILL_TOKENS = 2048
+PREFILL_TOKENS = 1024
 """Prompt tokens read per call over all sequences of a batch: bounds the memory of long prompts."""
 
 
@@ -27,9 +28,11 @@ class GenerateError(ValueError):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen from the logits; checked when built (GenerateError)."""
+class Settings:
+    """How continuations are written; checked when built (GenerateError)."""
 
+    max_tokens: int = 64
+    """Most new tokens of a continuation; an end-of-text token or a stop string ends it earlier."""
     temperature: float = 0.0
     """0: always the most probable token (greedy). Above: logits are divided by it."""
     top_k: int = 0
@@ -40,28 +43,32 @@ class Sampling:
     """Logits of tokens seen in prompt or continuation are divided by it (multiplied where negative)."""
     seed: int = 0
     """Sample i of seed s draws the numbers that sample 0 of seed s + i draws."""
+    stop: Sequence[str] = ()
+    """Texts at whose first appearance a continuation ends, without them."""
+    samples: int = 1
+    """Continuations of each prompt."""
+    batch: int = 16
+    """Most sequences decoded side by side."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.temperature >= 0 and math.isfinite(self.temperature),
-            "temperature",
-            self.temperature,
-            "0 (greedy) or a finite number above 0",
-        )
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1 (off)")
-        _require(
-            self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty),
-            "repetition_penalty",
-            self.repetition_penalty,
-            "a finite number above 0; 1 is off",
-        )
-        _require(0 <= self.seed < 2**62, "seed", self.seed, "0 to 2^62 - 1")
-
-
-def _require(good: bool, name: str, value: object, allowed: str) -> None:
-    if not good:
-        raise GenerateError(f"{name} is {value}; it must be {allowed}")
+        rules = {
+            "max_tokens": (self.max_tokens >= 1, "1 or more"),
+            "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more, and finite"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 and finite; 1 is off"),
+            "seed": (0 <= self.seed < 2**62, "0 to 2^62 - 1"),
+            "stop": (all(self.stop), "texts of 1 character or more"),
+            "samples": (self.samples >= 1, "1 or more"),
+            "batch": (self.batch >= 1, "1 or more"),
+        }
+        for name, (good, allowed) in rules.items():
+            if not good:
+                raise GenerateError(f"{name} is {getattr(self, name)}; it must be {allowed}")
+        if self.samples > 1 and self.temperature == 0:
+            raise GenerateError(
+                f"samples is {self.samples}; at temperature 0 all would be equal, so it must be 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,34 +94,34 @@ def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return logits.index_put((seen,), torch.where(at > 0, at / penalty, at * penalty))
 
 
-def kept_probabilities(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def kept_probabilities(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """The tokens that may be drawn from logits `[V]` and their probabilities.
 
     Temperature first, then top-k, then top-p on what is left. Returns probabilities (float64, falling, sum 1)
     and token ids, both `[K]`; equal logits are ranked by id.
     """
-    ranked, ids = torch.sort(logits.double() / sampling.temperature, descending=True, stable=True)
-    if sampling.top_k:
-        ranked, ids = ranked[: sampling.top_k], ids[: sampling.top_k]
+    ranked, ids = torch.sort(logits.double() / settings.temperature, descending=True, stable=True)
+    if settings.top_k:
+        ranked, ids = ranked[: settings.top_k], ids[: settings.top_k]
     probabilities = torch.softmax(ranked, -1)
-    if sampling.top_p < 1:
+    if settings.top_p < 1:
         before = torch.cumsum(probabilities, -1) - probabilities
-        count = max(1, int((before < sampling.top_p).sum()))
+        count = max(1, int((before < settings.top_p).sum()))
         probabilities, ids = probabilities[:count], ids[:count]
         probabilities = probabilities / probabilities.sum()
     return probabilities, ids
 
 
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Tensor) -> int:
+def choose(logits: Tensor, settings: Settings, generator: torch.Generator, seen: Tensor) -> int:
     """The next token id from logits `[V]`; `seen` are the ids of prompt and continuation so far.
 
     One uniform number per token is drawn on the CPU, so that a seed means the same on every device and
     whatever else is in the batch.
     """
-    logits = penalise_repetition(logits, seen, sampling.repetition_penalty)
-    if sampling.temperature == 0:
+    logits = penalise_repetition(logits, seen, settings.repetition_penalty)
+    if settings.temperature == 0:
         return int(logits.argmax())
-    probabilities, ids = kept_probabilities(logits, sampling)
+    probabilities, ids = kept_probabilities(logits, settings)
     draw = torch.rand((), generator=generator, dtype=torch.float64).item()
     rank = int((torch.cumsum(probabilities, -1) <= draw).sum())
     return int(ids[min(rank, len(ids) - 1)])
@@ -178,13 +185,13 @@ class _Row:
         self.reason = ""
         self._seen = torch.zeros(job.tokenizer.vocab_size, dtype=torch.bool, device=job.device)
         self._seen[torch.as_tensor(ids, device=job.device)] = True
-        self._generator = torch.Generator().manual_seed(job.sampling.seed + sample)
+        self._generator = torch.Generator().manual_seed(job.settings.seed + sample)
         self._decoder = job.tokenizer.stream()
-        self._stops = StopMatcher(job.stop)
+        self._stops = StopMatcher(job.settings.stop)
 
     def step(self, logits: Tensor) -> int:
         """Choose the next token from logits `[V]` and pass its text on; sets `reason` when this row ends."""
-        token = choose(logits, self.job.sampling, self._generator, self._seen.nonzero()[:, 0])
+        token = choose(logits, self.job.settings, self._generator, self._seen.nonzero()[:, 0])
         if token == self.job.tokenizer.eos_id:
             self._finish("eos")
             return token
@@ -193,7 +200,7 @@ class _Row:
         self._emit(self._stops.push(self._decoder.push(token)))
         if self._stops.stopped:
             self._finish("stop")
-        elif len(self.ids) == self.job.max_tokens:
+        elif len(self.ids) == self.job.settings.max_tokens:
             self._finish("length")
         return token
 
@@ -223,9 +230,7 @@ class _Job:
 
     model: HybridLM
     tokenizer: Tokenizer
-    sampling: Sampling
-    max_tokens: int
-    stop: tuple[str, ...]
+    settings: Settings
     on_text: OnText | None
     on_end: OnEnd | None
     device: torch.device
@@ -264,29 +269,18 @@ def generate(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
-    max_tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
-    seed: int = 0,
-    stop: Sequence[str] = (),
-    samples: int = 1,
-    batch: int = 16,
     on_text: OnText | None = None,
     on_end: OnEnd | None = None,
+    **settings: Any,
 ) -> list[Continuation]:
-    """Continue every prompt `samples` times.
+    """Continue every prompt.
 
     Args:
-        model, tokenizer: of one run; the model is used in the mode (train or eval) it is in.
+        model, tokenizer: of one run.
         prompts: texts; an empty one starts a new document.
-        max_tokens: most new tokens per continuation; an end-of-text token or a stop string ends it earlier.
-        temperature, top_k, top_p, repetition_penalty, seed: see `Sampling`.
-        stop: texts at whose first appearance a continuation ends, without them.
-        batch: most sequences decoded side by side.
         on_text: called as `on_text(prompt, sample, text)` with each new whole piece of text.
         on_end: called with each continuation when it is complete.
+        settings: fields of `Settings` by name.
 
     Returns:
         `samples` continuations per prompt, in the order of the prompts.
@@ -294,23 +288,16 @@ def generate(
     Raises:
         GenerateError: a value out of range, a prompt that is not text, or a model that has diverged.
     """
-    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    _require(max_tokens >= 1, "max_tokens", max_tokens, "1 or more")
-    _require(samples >= 1, "samples", samples, "1 or more")
-    _require(
-        samples == 1 or temperature > 0, "samples", samples, "1 at temperature 0, where all would be equal"
-    )
-    _require(batch >= 1, "batch", batch, "1 or more")
-    _require(all(stop), "stop", list(stop), "texts of at least one character")
+    wanted = Settings(**settings)
     device = next(model.parameters()).device
-    job = _Job(model, tokenizer, sampling, max_tokens, tuple(stop), on_text, on_end, device)
+    job = _Job(model, tokenizer, wanted, on_text, on_end, device)
     encoded = [_encode(tokenizer, prompt, index) for index, prompt in enumerate(prompts)]
     results: dict[tuple[int, int], Continuation] = {}
-    for group in _groups(encoded, max(1, batch // samples)):
+    for group in _groups(encoded, max(1, wanted.batch // wanted.samples)):
         logits, state = prefill(model, torch.tensor([encoded[index] for index in group], device=device))
-        wanted = [(at, sample) for at in range(len(group)) for sample in range(samples)]
-        for start in range(0, len(wanted), batch):
-            part = wanted[start : start + batch]
+        pairs = [(at, sample) for at in range(len(group)) for sample in range(wanted.samples)]
+        for start in range(0, len(pairs), wanted.batch):
+            part = pairs[start : start + wanted.batch]
             rows = [_Row(group[at], sample, encoded[group[at]], job) for at, sample in part]
             sources = [at for at, _ in part]
             job.decode(list(rows), logits[sources], select_rows(state, sources))
@@ -339,3 +326,12 @@ def _encode(tokenizer: Tokenizer, prompt: str, index: int) -> list[int]:
 def select_rows(state: Any, rows: Sequence[int]) -> Any:
     """An independent state with the sequences `rows` of `state` in that order, repeats allowed."""
     return state.map(lambda tensor: tensor[list(rows)])
+
+
+def load_model(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer]:
+    """The model of a run directory (its newest weights) or of a converted model's folder, ready to generate
+    on the device at hand, and its tokenizer."""
+    from .runs import load_run
+
+    model, tokenizer, _ = load_run(path)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

@@ -1,0 +1,126 @@
+"""Generation with real models: what is carried from token to token equals reading everything again."""
+
+import pytest
+import torch
+
+from hybrid.generate import generate, prefill, select_rows
+from hybrid.layer_table import layer_specs
+from hybrid.model import HybridLM
+from hybrid.schema import ModelSection
+
+from .test_generate_sampling import Bytes
+
+EQUAL = 1e-4
+
+
+def mini(pattern="KWF", seed=0):
+    """One KVM, one sliding-window and one full layer; the window holds two chunks of 16, so state is read."""
+    section = ModelSection(
+        pattern=pattern,
+        hidden_size=64,
+        vocab_size=320,
+        defaults={"num_heads": 4, "num_kv_heads": 2, "window": 32, "chunk": 16, "window_chunks": 2},
+    )
+    torch.manual_seed(seed)
+    model = HybridLM(section, layer_specs(section))
+    with torch.no_grad():  # the paper's zero output projections would make every layer a no-op
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape)
+    return model.eval()
+
+
+def ids(count, seed=0, batch=1):
+    return torch.randint(4, 260, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def positions(state):
+    return [state.position, *[p for layer in state.layers for p in (layer.position, layer.mixer.position)]]
+
+
+def follow(model, prompt, steps, check_from=0):
+    """Decode greedily from `prompt` `[1, T]`, comparing each step's logits with reading everything again."""
+    with torch.no_grad():
+        logits, state = prefill(model, prompt)
+        seen = prompt
+        for step in range(steps):
+            again = model(seen, want_state=False)[0][:, -1]
+            assert (logits - again).abs().max() <= EQUAL, f"step {step}"
+            assert logits.argmax() == again.argmax()
+            assert set(positions(state)) == {prompt.shape[1] + step}
+            token = logits.argmax(-1, keepdim=True)
+            seen = torch.cat([seen, token], 1)
+            logits, state = model(token, state)
+            logits = logits[:, -1]
+    return seen[0, prompt.shape[1] :].tolist()
+
+
+def test_each_step_equals_recomputation_and_every_layer_counts_its_tokens():
+    """T032"""
+    follow(mini(), ids(15), 64)
+
+
+@pytest.mark.parametrize("length", [1, 30, 31, 32, 33, 64, 100])
+def test_decoding_across_the_window_equals_recomputation(length):
+    """T035: the pattern starts with the sliding layer of window 32."""
+    follow(mini("WKF"), ids(length), 40)
+
+
+def test_prompts_of_unequal_length_together_equal_each_alone():
+    """T034: 5 and 12 tokens; also beside others of the same length, and with several samples."""
+    model, tokenizer = mini("KWFB"), Bytes()
+    prompts = ["abcd", "hello world", "wxyz", "HELLO WORLD"]  # and the begin token
+    for settings in ({}, {"temperature": 1.0, "samples": 2}):
+        together = generate(model, tokenizer, prompts, max_tokens=20, **settings)
+        alone = [generate(model, tokenizer, [prompt], max_tokens=20, **settings) for prompt in prompts]
+        assert [r.ids for r in together] == [r.ids for results in alone for r in results]
+
+
+def test_equal_lengths_in_one_batch_have_the_logits_of_each_alone():
+    """T034"""
+    model, prompts = mini("KWFB"), ids(45, batch=3)
+    with torch.no_grad():
+        together, _ = prefill(model, prompts)
+        for row in range(3):
+            assert (together[row] - prefill(model, prompts[row : row + 1])[0][0]).abs().max() <= EQUAL
+
+
+def test_greedy_generation_is_the_argmax_of_recomputation():
+    """T032: through the public function, over the growth of the KVM state."""
+    model, tokenizer = mini(), Bytes()
+    prompt = [tokenizer.bos_id, *tokenizer.encode("the beginning")]
+    result = generate(model, tokenizer, ["the beginning"], max_tokens=60)[0]
+    seen = list(prompt)
+    with torch.no_grad():
+        for token in result.ids:
+            logits = model(torch.tensor([seen]), want_state=False)[0][0, -1, : tokenizer.vocab_size]
+            assert int(logits.argmax()) == token
+            seen.append(token)
+
+
+def test_several_new_tokens_with_a_state_equal_recomputation():
+    """T037: 300, then 5 in one call, single steps, pieces of 128 + 128 + 44, and a second turn."""
+    model, text = mini("KWFB"), ids(330)
+    with torch.no_grad():
+        whole = model(text, want_state=False)[0]
+        for pieces in ((300, 5, 1, 1, 1, 22), (128, 128, 44, 30), (300, 30)):
+            state, parts = None, []
+            for piece in text.split(pieces, 1):
+                logits, state = model(piece, state)
+                parts.append(logits)
+            assert (torch.cat(parts, 1) - whole).abs().max() <= EQUAL, pieces
+            assert set(positions(state)) == {330}
+
+
+def test_one_prefix_state_serves_several_continuations():
+    model, text = mini("KWFB"), ids(60, batch=2)
+    with torch.no_grad():
+        _, state = prefill(model, text)
+        picked = select_rows(state, [1, 0, 1])
+        token = torch.tensor([[7], [8], [9]])
+        together = model(token, picked)[0][:, -1]
+        for row, source in enumerate([1, 0, 1]):
+            alone = model(torch.cat([text[source], token[row]])[None], want_state=False)[0][0, -1]
+            assert (together[row] - alone).abs().max() <= EQUAL
+        first = model(token[:1].expand(2, 1), state)[0][:, -1]  # the prefix itself is still good
+        alone = model(torch.cat([text[0], token[0]])[None], want_state=False)[0][0, -1]
+        assert (first[0] - alone).abs().max() <= EQUAL
