@@ -13,7 +13,9 @@ class ModelSection:
     pattern: str = MISSING
     """Letters, counts and groups, e.g. "(R3K)6"; one letter is one block (mixer + feed-forward)."""
     depth: int | None = None
-    """Checked against the pattern's layer count when given."""
+    """Checked against the pattern's layer count when given; a loaded recipe holds the count."""
+    expanded: list[str] | None = None
+    """The pattern's letters, one a layer: written into saved recipes, and checked when given."""
     layers: dict[str, Any] = field(default_factory=dict)
     """Letter -> {kind: registry kind, option: value, ...}; letters not listed have the default table's kind."""
     defaults: dict[str, Any] = field(default_factory=dict)
