@@ -1,0 +1,20 @@
+"""Exact attention of queries over blocks of keys and values, with log-sum-exp.
+
+`attention` and `block_window_attention` are whole layers' worth; `joined_attention` is what they and the
+KVM operator are made of. `force_plain` switches every one of them to plain matrix products.
+"""
+
+from .attention import attention, block_window_attention
+from .joined import ALL, Part, joined_attention, part_share
+from .kernels import Mask, force_plain
+
+__all__ = [
+    "ALL",
+    "Mask",
+    "Part",
+    "attention",
+    "block_window_attention",
+    "force_plain",
+    "joined_attention",
+    "part_share",
+]
