@@ -66,10 +66,10 @@ class Flops:
 
 @dataclass
 class Context:
-    """What one call knows beside `x`; built by the model once per call, or by `Context.of` for a layer alone."""
+    """What one call knows beside `x`; built by the model for each call, or by `Context.of` for one layer."""
 
     cu_seqlens: Tensor | None = None
-    """Borders of the documents packed in a row `[1, T]`: int32 `[N + 1]`, first 0, last T. None: equal rows."""
+    """Borders of documents packed in a row `[1, T]`: int32 `[N + 1]`, first 0, last T. None: equal rows."""
     lengths: tuple[int, ...] = ()
     """The packed documents' lengths on the host; empty for equal rows."""
     want_state: bool = True
@@ -302,7 +302,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def flops_at(self, position: int) -> Flops:
-        """Decoding the token at `position` (from 0), projections included; work done once a chunk is spread."""
+        """Decoding the token at `position` (from 0), projections included; work once a chunk is spread."""
         raise NotImplementedError
 
     def state_bytes(self, context_length: int, element_size: int = 4) -> int:

@@ -1,0 +1,274 @@
+"""Softmax attention mixers without a compressed state: full, sliding window, block window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from .base import Context, Flops, is_count, require
+from .projections import ProjectedMixer, ProjectedState, ProjectionOptions
+from .registry import register
+from .softmax import attention, block_window_attention
+
+
+class Rows:
+    """A buffer `[B, capacity, ...]` that decoding appends to in place; it doubles when full."""
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+        self.start = self.end = 0
+
+    def append(self, kept: Tensor, new: Tensor) -> Tensor:
+        """`kept` followed by `new` along axis 1; `kept` is what the last call returned, at first anything."""
+        count = new.shape[1]
+        buffer = self.buffer
+        if buffer is None or self.end + count > buffer.shape[1] or _frozen(buffer):
+            buffer = kept.new_empty(kept.shape[0], 2 * (kept.shape[1] + count), *kept.shape[2:])
+            buffer[:, : kept.shape[1]] = kept
+            self.buffer, self.start, self.end = buffer, 0, kept.shape[1]
+        buffer[:, self.end : self.end + count] = new
+        self.end += count
+        return buffer[:, self.start : self.end]
+
+    def keep_last(self, count: int) -> Tensor:
+        """Forget all but the last `count` rows."""
+        assert self.buffer is not None
+        self.start = self.end - count
+        return self.buffer[:, self.start : self.end]
+
+
+def _frozen(buffer: Tensor) -> bool:
+    return buffer.is_inference() and not torch.is_inference_mode_enabled()
+
+
+@dataclass
+class AttentionState(ProjectedState):
+    """Keys and values that later queries may still see, in time order."""
+
+    k: Tensor | None = None  # [B, L, G, D], normalised and rotated; None at the start
+    v: Tensor | None = None
+    sink_k: Tensor | None = None  # [B, sinks, G, D]: the first tokens', once the window has left them
+    sink_v: Tensor | None = None
+    _rows: tuple[Rows, Rows] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def take(self) -> Self:
+        taken = super().take()
+        taken._rows = self._rows  # any other copy does without, as its tensors do not lie in the buffers
+        return taken
+
+
+class AttentionMixer(ProjectedMixer):
+    """What the three kinds share: a cache of the keys still to be seen, and accounts by visible keys."""
+
+    def mix(
+        self, x: Tensor, context: Context, state: AttentionState | None
+    ) -> tuple[Tensor, AttentionState | None]:
+        q, k, v, shift = self.project(x, context, state)
+        state = state or AttentionState()
+        k, v, rows = self._append(state, k, v)
+        y = self.attend(q, k, v, state, context)
+        if not context.want_state:
+            return self.output(y, x), None
+        position = state.position + x.shape[1]
+        sinks = self._sinks(k, v, state, position)
+        count = self.keys_kept(position)
+        k, v = (_keep_last(t, count, own) for t, own in zip((k, v), rows or (None, None), strict=True))
+        after = AttentionState(position, **shift, k=k, v=v, **sinks)
+        after._rows = rows
+        return self.output(y, x), after
+
+    def _append(
+        self, state: AttentionState, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Rows, Rows] | None]:
+        """Cached and new keys and values, and the buffers they lie in (without gradients only)."""
+        if state.k is None:
+            return k, v, None
+        if torch.is_grad_enabled() or k.shape[1] > self.longest_append():
+            return torch.cat((state.k, k), 1), torch.cat((state.v, v), 1), None
+        rows = state._rows or (Rows(), Rows())
+        return rows[0].append(state.k, k), rows[1].append(state.v, v), rows
+
+    def _sinks(self, k: Tensor, v: Tensor, state: AttentionState, position: int) -> dict[str, Tensor]:
+        """Sink fields of the state at `position`, from keys and values that still start at token 0."""
+        return {}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, context: Context) -> Tensor:
+        """Heads `[B, T, H, D]` for queries that are the last T of the keys `[B, L, G, D]`."""
+        raise NotImplementedError
+
+    def keys_kept(self, position: int) -> int:
+        """Of `position` tokens seen, how many of the last ones a token at `position` or later still sees
+        through its window."""
+        raise NotImplementedError
+
+    def sinks_kept(self, position: int) -> int:
+        """How many of the first tokens are kept beside the window."""
+        return 0
+
+    def visible(self, position: int) -> int:
+        """Keys that the query at `position` sees, itself included."""
+        raise NotImplementedError
+
+    def visible_sum(self, tokens: int) -> int:
+        """Visible keys summed over the queries of one sequence."""
+        raise NotImplementedError
+
+    def longest_append(self) -> float:
+        """Most new tokens that are written into the cache's buffer in place."""
+        return float("inf")
+
+    def empty_state(self, batch: int) -> AttentionState:
+        empty = self.c_k.weight.new_empty(batch, 0, self.num_kv_heads, self.head_dim)
+        return AttentionState(k=empty, v=empty.clone())
+
+    def flops_at(self, position: int) -> Flops:
+        return self.projection_flops() + self._pair_flops(self.visible(position))
+
+    def flops_per_token(self, context_length: int) -> Flops:
+        return self.projection_flops() + self._pair_flops(self.visible_sum(context_length) / context_length)
+
+    def _pair_flops(self, pairs: float) -> Flops:
+        return Flops(4.0 * self.num_heads * self.head_dim * pairs)
+
+    def state_bytes(self, context_length: int, element_size: int = 4) -> int:
+        keys = self.keys_kept(context_length) + self.sinks_kept(context_length)
+        return 2 * keys * self.kv_width * element_size + self.shift_bytes(context_length, element_size)
+
+
+def _keep_last(rows: Tensor, count: int, buffer: Rows | None) -> Tensor:
+    """The last `count` rows of `[B, L, ...]`, not keeping the memory of the others."""
+    if buffer is not None:
+        return buffer.keep_last(count)
+    return rows if count == rows.shape[1] else rows[:, rows.shape[1] - count :].clone()
+
+
+@register("full")
+class FullAttention(AttentionMixer):
+    """Causal attention to all earlier tokens."""
+
+    Options = ProjectionOptions
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, context: Context) -> Tensor:
+        return attention(q, k, v, causal=True, lengths=context.lengths)[0]
+
+    def keys_kept(self, position: int) -> int:
+        return position
+
+    def visible(self, position: int) -> int:
+        return position + 1
+
+    def visible_sum(self, tokens: int) -> int:
+        return tokens * (tokens + 1) // 2
+
+
+@dataclass
+class SlidingOptions(ProjectionOptions):
+    window: int = 256
+    """Keys that a query sees, itself included."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(is_count(self.window), "window", self.window, "a whole number of 1 or more")
+
+
+@register("sliding_window")
+class SlidingWindow(AttentionMixer):
+    """Causal attention to the last `window` tokens."""
+
+    Options = SlidingOptions
+
+    @classmethod
+    def default_rotary_dim(cls, head_dim: int) -> int:
+        """The whole head, as in the paper's sliding-window layers."""
+        return head_dim // 2 * 2
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, context: Context) -> Tensor:
+        return attention(q, k, v, causal=True, window=self.options.window, lengths=context.lengths)[0]
+
+    def longest_append(self) -> int:
+        return self.options.window
+
+    def keys_kept(self, position: int) -> int:
+        return min(position, self.options.window - 1)
+
+    def visible(self, position: int) -> int:
+        return min(position + 1, self.options.window)
+
+    def visible_sum(self, tokens: int) -> int:
+        short = min(tokens, self.options.window)
+        return short * (short + 1) // 2 + (tokens - short) * self.options.window
+
+
+@dataclass
+class BlockOptions(ProjectionOptions):
+    chunk: int = 256
+    """Chunks start at multiples of this many tokens."""
+    window_chunks: int = 3
+    """Chunks that a query sees, the one it stands in (up to itself) included."""
+    sinks: int = 0
+    """The first tokens of the sequence, always visible; at most one chunk."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(is_count(self.chunk), "chunk", self.chunk, "a whole number of 1 or more")
+        require(
+            is_count(self.window_chunks), "window_chunks", self.window_chunks, "a whole number of 1 or more"
+        )
+        allowed = f"a whole number from 0 to chunk ({self.chunk})"
+        require(is_count(self.sinks, 0) and self.sinks <= self.chunk, "sinks", self.sinks, allowed)
+
+
+@register("block_window")
+class BlockWindow(AttentionMixer):
+    """Causal attention to the query's chunk and the ones before it, and to the first tokens (sinks)."""
+
+    Options = BlockOptions
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, context: Context) -> Tensor:
+        options = self.options
+        y, _ = block_window_attention(
+            q,
+            k,
+            v,
+            chunk=options.chunk,
+            window_chunks=options.window_chunks,
+            sinks=options.sinks,
+            position=state.position,
+            sink_k=state.sink_k,
+            sink_v=state.sink_v,
+            lengths=context.lengths,
+        )
+        return y
+
+    def window_start(self, position: int) -> int:
+        """First token in the window of the query at `position`; a multiple of the chunk."""
+        chunk = self.options.chunk
+        return max(0, (position // chunk + 1 - self.options.window_chunks) * chunk)
+
+    def _sinks(self, k: Tensor, v: Tensor, state: AttentionState, position: int) -> dict[str, Tensor]:
+        count = self.sinks_kept(position)
+        if state.sink_k is not None:
+            return {"sink_k": state.sink_k, "sink_v": state.sink_v}
+        return {"sink_k": k[:, :count].clone(), "sink_v": v[:, :count].clone()} if count else {}
+
+    def longest_append(self) -> int:
+        return self.options.chunk * self.options.window_chunks
+
+    def keys_kept(self, position: int) -> int:
+        return position - self.window_start(position)
+
+    def sinks_kept(self, position: int) -> int:
+        return self.options.sinks if self.window_start(position) else 0
+
+    def visible(self, position: int) -> int:
+        return position + 1 - self.window_start(position) + self.sinks_kept(position)
+
+    def visible_sum(self, tokens: int) -> int:
+        chunk, total = self.options.chunk, 0
+        for start in range(0, tokens, chunk):
+            count = min(chunk, tokens - start)
+            total += count * (self.visible(start) - 1) + count * (count + 1) // 2
+        return total
