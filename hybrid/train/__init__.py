@@ -1,0 +1,1 @@
+"""Training: the DeepSpeed engine, the loop, checkpoints and monitoring."""

@@ -1,0 +1,204 @@
+"""The processes of one run: starting them, and what they must agree on.
+
+A run is one process (`hybrid train`), or several started by the deepspeed launcher or torchrun, which tell
+each its place through RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""A rank that waits longer than this for the others gives up; preparing data is exempt."""
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class TrainError(ValueError):
+    """Training cannot start or go on; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process' place among all."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """The one process that writes shared files and talks to the terminal."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (a small picklable object of ours), in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def gather_numbers(self, numbers: list[float]) -> Tensor:
+        """All ranks' numbers as one float64 `[ranks, len(numbers)]` on the CPU."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        if self.size == 1:
+            return mine.cpu()[None]
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine)
+        return torch.stack(rows).cpu()
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def agree(self, problem: Exception | None) -> None:
+        """Go on only when no rank has a problem.
+
+        Raises the problem on the main rank (as TrainError when another rank's) and SystemExit(2) on the
+        others, so that a job ends with one message.
+        """
+        texts = self.gather(None if problem is None else str(problem))
+        if not any(texts):
+            return
+        if not self.main:
+            raise SystemExit(2) from problem
+        if problem is not None:
+            raise problem
+        said: dict[str, list[int]] = {}
+        for rank, text in enumerate(texts):
+            if text:
+                said.setdefault(text, []).append(rank)
+        raise TrainError(
+            "; ".join(f"rank {', '.join(map(str, ranks))} of {self.size}: {text}" for text, ranks in said.items())
+        )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A stretch of work without collectives that succeeds on all ranks or stops all with one message."""
+        problem: Exception | None = None
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            problem = error
+        self.agree(problem)
+
+    def same(self, what: str, value: Any) -> None:
+        """Stop all ranks unless `value` is equal on them."""
+        values = self.gather(value)
+        if all(other == values[0] for other in values):
+            return
+        listed = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(values))
+        self.agree(TrainError(f"the processes of this run disagree about {what}: {listed}"))
+
+
+def start(threads: int | None = None) -> World:
+    """Join the run's other processes, or be the only one; picks device and backend by what is there.
+
+    Args:
+        threads: CPU threads of this process; None: torch's choice for one process, cores / processes for several.
+
+    Raises TrainError when the launcher's variables are incomplete, a GPU is missing or the port is busy.
+    """
+    _fill_in_single_process()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size)
+    _set_threads(threads, local_size)
+    device = _device(local_rank)
+    _without_compilers()
+    if not dist.is_initialized():
+        _initialise(device, rank, size)
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
+
+
+def stop() -> None:
+    """Leave the group; safe when it was never joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _fill_in_single_process() -> None:
+    present = [name for name in LAUNCHER_VARIABLES if os.environ.get(name)]
+    if "RANK" in present or "WORLD_SIZE" in present:
+        missing = [name for name in LAUNCHER_VARIABLES if name not in present]
+        if missing:
+            raise TrainError(
+                f"the environment names {', '.join(present)} but not {', '.join(missing)}: start the processes "
+                "with `deepspeed --module hybrid train ...` or `torchrun -m hybrid train ...`, or unset them"
+            )
+        return
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )  # fmt: skip
+
+
+def _set_threads(threads: int | None, local_size: int) -> None:
+    if threads is None and local_size > 1:
+        threads = max(1, len(os.sched_getaffinity(0)) // local_size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return torch.device("cpu")
+    found = torch.cuda.device_count()
+    if local_rank >= found:
+        raise TrainError(
+            f"local rank {local_rank} has no GPU: {found} on this machine; start at most {found} processes here, "
+            "or set DS_ACCELERATOR=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _without_compilers() -> None:
+    """Keep DeepSpeed from compiling its shared-memory collective at first use.
+
+    That build takes a minute and a half, needs a compiler, and one killed midway leaves a lock file on
+    which every later run waits for ever; gloo does the same work.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _initialise(device: torch.device, rank: int, size: int) -> None:
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        if size == 1:
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
+            )
+        else:
+            dist.init_process_group(backend, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        if "in use" in str(error) or "EADDRINUSE" in str(error):
+            raise TrainError(
+                f"port {where} is busy, probably with another run: choose a free one with --master_port"
+            ) from error
+        raise TrainError(f"could not join the {size} processes at {where}: {error}") from error

@@ -1,0 +1,174 @@
+"""The DeepSpeed engine with what training needs around it: exact loss weighting, norms, and skipping.
+
+Only this file and `shards.py` know DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.schema import Recipe
+
+from . import optimizer
+from .distributed import World
+
+if TYPE_CHECKING:
+    from hybrid.recipe import Geometry
+
+LARGEST_BUCKET = 200_000_000
+"""Gradient elements reduced at once."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did."""
+
+    norm: float
+    """Norm of the whole gradient before clipping; inf or nan when the step was skipped."""
+    clip_factor: float
+    """What the gradient was multiplied with; 0 when skipped."""
+    skipped: bool
+
+
+class Engine:
+    """A model under DeepSpeed. Every method is called by all ranks."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, geometry: Geometry, world: World) -> None:
+        import deepspeed
+
+        from .shards import ShardFiles
+
+        self.world = world
+        self.stage = recipe.parallel.zero_stage
+        self._section = recipe.optimizer
+        self._rho = optimizer.width_ratio(recipe.optimizer, recipe.model.hidden_size)
+        self._accumulation = geometry.accumulation
+        self._micro = 0
+        built = optimizer.build(recipe.optimizer, model.named_parameters(), model.no_decay())
+        config = settings(recipe, geometry, sum(p.numel() for p in model.parameters()), world)
+        self.deepspeed, *_ = deepspeed.initialize(
+            model=model, optimizer=built, config=config, dist_init_required=False
+        )
+        self.files = ShardFiles()
+        self.deepspeed.checkpoint_engine = self.files
+        if recipe.train.compile:
+            self.deepspeed.compile()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself, for evaluation; under ZeRO-3 its parameters exist only inside a forward pass."""
+        return self.deepspeed.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.deepspeed(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, poisoned: bool = False) -> Update | None:
+        """Take in one micro-batch; at the last of a step update the weights.
+
+        Args:
+            loss: scalar, such that the step's gradient is that of the mean over ranks and micro-batches.
+            poisoned: a rank saw a non-finite loss: make the gradient non-finite too, so that all ranks skip.
+
+        Returns None before the last micro-batch of a step.
+        """
+        self._micro += 1
+        self.deepspeed.backward(loss * math.nan if poisoned else loss)
+        last = self._micro % self._accumulation == 0
+        norm = None
+        if last and self.stage == 0:
+            norm = self._local_norm()
+            self._clip_or_drop(norm)
+        self.deepspeed.step()
+        if not last:
+            return None
+        if norm is None:
+            norm = float(self.deepspeed.get_global_grad_norm())
+        skipped = not math.isfinite(norm)
+        clip = self._section.clip
+        factor = 0.0 if skipped else min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        return Update(norm, factor, skipped)
+
+    def set_rates(self, fraction: float) -> float:
+        """Set the coming step's rates from the schedule's fraction of the peak; returns the base rate."""
+        optimizer.apply(self.deepspeed.optimizer.param_groups, self._section, self._rho, fraction)
+        return self._section.lr * fraction
+
+    def weights(self) -> dict[str, Tensor]:
+        """Full fp32 weights and persistent buffers on the CPU of the main rank; elsewhere an empty dict.
+
+        A tensor that several names share stands under its first.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        kept: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            sharded = hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+            full = safe_get_full_fp32_param(parameter) if sharded else parameter.detach()
+            if self.world.main:
+                kept[name] = full.detach().to("cpu", torch.float32, copy=True).contiguous()
+        if self.world.main:
+            persistent = self.model.state_dict(keep_vars=True) if self.stage < 3 else {}
+            buffers = {name for name, _ in self.model.named_buffers()}
+            for name in persistent.keys() & buffers:
+                kept[name] = persistent[name].detach().cpu().clone().contiguous()
+        return kept
+
+    def save(self, folder: str, tag: str) -> None:
+        """Write this rank's files below folder/tag.
+
+        Raises, on all ranks together, when any could not write.
+        """
+        self.files.error = None
+        self.deepspeed.save_checkpoint(folder, tag=tag, save_latest=False)
+        self.world.agree(self.files.error)
+
+    def load(self, folder: str, tag: str) -> None:
+        """Restore weights, moments and counters from files that were found whole."""
+        path, _ = self.deepspeed.load_checkpoint(folder, tag=tag)
+        assert path is not None, f"deepspeed found no checkpoint {tag} in {folder}"
+        # Saving happens between steps only, so accumulation starts anew.
+        self._micro = 0
+        self.deepspeed.micro_steps = 0
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off, so that another engine can be made in this process."""
+        self.deepspeed.destroy()
+
+    def _clip_or_drop(self, norm: float) -> None:
+        """At stage 0 DeepSpeed applies any gradient, also nan; without one the optimizer leaves a weight alone."""
+        if not math.isfinite(norm):
+            self.deepspeed.zero_grad()
+        elif self._section.clip:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self._section.clip, torch.tensor(norm))
+
+    def _local_norm(self) -> float:
+        """Norm of the gradient every rank holds whole (stage 0, after the reduction)."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return float(nn.utils.get_total_norm(grads)) if grads else 0.0
+
+
+def settings(recipe: Recipe, geometry: Geometry, parameters: int, world: World) -> dict[str, Any]:
+    """DeepSpeed's configuration; everything it would otherwise choose by itself is said."""
+    bf16 = recipe.train.precision == "bf16"
+    bucket = max(1, min(parameters, LARGEST_BUCKET))
+    zero: dict[str, Any] = {"stage": recipe.parallel.zero_stage, "reduce_bucket_size": bucket}
+    if recipe.parallel.zero_stage > 0:
+        zero |= {"allgather_bucket_size": bucket, "overlap_comm": world.device.type == "cuda"}
+    if recipe.parallel.zero_stage == 3:
+        zero |= {"stage3_prefetch_bucket_size": bucket}
+    return {
+        "train_micro_batch_size_per_gpu": geometry.micro_batch,
+        "gradient_accumulation_steps": geometry.accumulation,
+        # Left out, it would be 1.0. At stage 0 the engine clips, which has to know the norm anyway.
+        "gradient_clipping": recipe.optimizer.clip if recipe.parallel.zero_stage else 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+        "bf16": {"enabled": bf16, "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 2**60,
+    }

@@ -1,0 +1,39 @@
+"""Signals that ask a run to save."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+STOPPED_EXIT_CODE = 75
+"""Exit code after SIGTERM: the state is saved, starting the same command again goes on (EX_TEMPFAIL)."""
+
+
+class Signals:
+    """While active, SIGTERM (save and stop) and SIGUSR1 (save and go on) only leave a note.
+
+    A signal reaches one rank; the loop spreads the notes with its per-step exchange, so all ranks act together.
+    """
+
+    def __init__(self) -> None:
+        self.stop = False
+        self.save = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            self.stop = True
+        else:
+            self.save = True
