@@ -1,0 +1,5 @@
+"""What goes wrong with data, for people."""
+
+
+class DataError(ValueError):
+    """Sources, tokenizers or prepared data that cannot be used; the message names the file and what is allowed."""

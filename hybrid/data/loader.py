@@ -1,0 +1,125 @@
+"""Batches for training: the same global batches for any number of processes, from one global sample number.
+
+A sample is one window. Global batch i of B windows is samples `[i*B, (i+1)*B)`, whichever processes read them,
+and sources are mixed by weight window by window (grain's `MapDataset.mix`), so to go on, one number is enough.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hybrid.data.errors import DataError
+from hybrid.data.order import Pieces, Windows
+from hybrid.data.rows import Batch, collate
+from hybrid.data.store import SourceStore, Store
+from hybrid.schema import DataSection
+
+
+class Loader(Iterator[Batch]):
+    """This process' windows, `sequences` of them per `next()`.
+
+    `rank` of `world` processes get neighbouring slices: together one `next()` on each reads
+    `sequences * world` samples in a row from `start_sample`. `lanes` (ordered mode only): documents read side by
+    side; set it to the windows of a whole optimizer step when gradients are accumulated, so that batches do not
+    depend on how a step is cut. Raises DataError when the folder or the settings cannot be used.
+
+    boundaries respect: one packed row `[1, sequences * context]` whose `cu_seqlens` begin anew at every
+    document and every window; cross: `[sequences, context]`, every label counts (also a document's begin id
+    after the end id of the one before). Ordered mode: one packed row of pieces, at most `context` ids each.
+
+    Attributes: `vocab_size`, `fingerprint` (tokenizer), `sample` (the global number to go on from).
+    """
+
+    def __init__(
+        self,
+        data: DataSection,
+        *,
+        seed: int,
+        sequences: int,
+        rank: int = 0,
+        world: int = 1,
+        start_sample: int = 0,
+        lanes: int | None = None,
+    ) -> None:
+        _check(data, sequences, rank, world, start_sample)
+        self.store = Store(data)
+        self.vocab_size, self.fingerprint = self.store.vocab_size, self.store.fingerprint
+        self.packed = data.boundaries == "respect" or data.order == "document"
+        self._sequences, self._rank, self._world, self._start = sequences, rank, world, start_sample
+        self._taken = 0
+        dataset = _dataset(data, self.store, seed, lanes or sequences * world)
+        grain = _grain()
+        mine = dataset[start_sample:].batch(sequences, batch_fn=list)[rank::world]
+        options = grain.ReadOptions(num_threads=data.workers, prefetch_buffer_size=2 * data.workers)
+        self._rows = iter(mine.to_iter_dataset(options))
+
+    @property
+    def sample(self) -> int:
+        return self._start + self._taken * self._sequences * self._world
+
+    def __next__(self) -> Batch:
+        first = self.sample + self._rank * self._sequences
+        batch = collate(next(self._rows), self.packed, first)
+        self._taken += 1
+        return batch
+
+    def close(self) -> None:
+        """Stop the reading threads."""
+        self._rows.close()
+
+
+def _dataset(data: DataSection, store: Store, seed: int, lanes: int) -> Any:
+    """All samples in global order, as a grain dataset with random access."""
+    grain = _grain()
+    sources = [source for source in store.sources.values() if not source.held_out.all()]
+    if not sources:
+        raise DataError("every document is held out for validation; lower the sources' validation shares")
+    if data.order == "document":
+        if lanes < len(sources):
+            raise DataError(
+                f"data.order document reads every source in lanes of its own: {len(sources)} sources need a batch "
+                f"of at least that many sequences, not {lanes}"
+            )
+        return grain.MapDataset.source(Pieces(sources, data.context, seed, lanes))
+    weights = [_weight(source) for source in sources]
+    windows = [Windows(source, data.context, seed, data.boundaries == "respect") for source in sources]
+    return grain.MapDataset.mix([grain.MapDataset.source(each) for each in windows], weights)
+
+
+def _weight(source: SourceStore) -> float:
+    if not (np.isfinite(source.weight) and source.weight > 0):
+        raise DataError(f"data.sources.{source.name}.weight is {source.weight}; it must be a number above 0")
+    return float(source.weight)
+
+
+def _check(data: DataSection, sequences: int, rank: int, world: int, start_sample: int) -> None:
+    for key, allowed in (("boundaries", ("respect", "cross")), ("order", ("shuffle", "document"))):
+        if getattr(data, key) not in allowed:
+            raise DataError(f"data.{key} is {getattr(data, key)!r}; allowed: {', '.join(allowed)}")
+    if data.order == "document" and data.boundaries == "cross":
+        raise DataError("data.order document keeps documents apart; it needs data.boundaries respect")
+    for key, value in (("data.context", data.context), ("sequences", sequences)):
+        if value < 1:
+            raise DataError(f"{key} is {value}; it must be 1 or more")
+    if data.workers < 0:
+        raise DataError(f"data.workers is {data.workers}; it must be 0 or more")
+    if not 0 <= rank < world:
+        raise DataError(f"rank {rank} of {world} processes; ranks are 0 to {world - 1}")
+    if start_sample < 0:
+        raise DataError(f"start_sample is {start_sample}; it must be 0 or more")
+
+
+def _grain() -> Any:
+    """The package, without its import's warning that a profiler for JAX is missing."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        import grain
+    finally:
+        logger.setLevel(level)
+    return grain

@@ -1,0 +1,154 @@
+"""The endless stream of a source's training documents: epoch after epoch, each shuffled anew.
+
+Everything is computed from the seed, so any place of the stream can be read without reading what is before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid.data.rows import IGNORE, Row, Segment
+from hybrid.data.store import SourceStore
+
+ENDLESS = 1 << 48
+"""Windows in a stream: more than anybody reads, few enough for exact arithmetic on them."""
+
+
+def shuffled(count: int, seed: int, name: str, epoch: int) -> NDArray[np.int64]:
+    """A permutation of `count` documents: sorted by splitmix64 of their numbers, keyed by seed, source and epoch.
+
+    Own arithmetic rather than numpy's generator, whose streams may change between versions.
+    """
+    key = hashlib.blake2b(f"{seed}/{name}/{epoch}".encode(), digest_size=8).digest()
+    with np.errstate(over="ignore"):
+        x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        x += np.uint64(int.from_bytes(key, "little"))
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return np.argsort(x, kind="stable")
+
+
+class _Epochs:
+    """Document order and running sums of `sizes` (one per training document) for the epochs in use."""
+
+    KEPT = 4
+
+    def __init__(
+        self, source: SourceStore, documents: NDArray[np.int64], sizes: NDArray[np.int64], seed: int
+    ) -> None:
+        self.total = int(sizes.sum())
+        self._source, self._documents, self._sizes, self._seed = source, documents, sizes, seed
+        self._known: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._lock = threading.Lock()
+
+    def find(self, place: int) -> tuple[int, int, int]:
+        """(epoch, document, place within the document) of a place in the endless stream."""
+        epoch, rest = divmod(place, self.total)
+        order, ends = self._epoch(epoch)
+        at = int(np.searchsorted(ends, rest, side="right"))
+        document = int(order[at])
+        return epoch, int(self._documents[document]), rest - int(ends[at] - self._sizes[document])
+
+    def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        with self._lock:
+            if epoch not in self._known:
+                while len(self._known) >= self.KEPT:
+                    del self._known[next(iter(self._known))]
+                order = shuffled(len(self._documents), self._seed, self._source.name, epoch)
+                self._known[epoch] = (order, np.cumsum(self._sizes[order]))
+            return self._known[epoch]
+
+
+class Windows:
+    """Window w is ids `[w*T, (w+1)*T)` of the stream, whatever documents they belong to.
+
+    So every stored id is an input once and a label once an epoch; a window that an epoch's end cuts is filled
+    from the next epoch, and nothing is dropped. `respect`: the label is -100 where the next id begins another
+    document; otherwise every label counts.
+    """
+
+    def __init__(self, source: SourceStore, context: int, seed: int, respect: bool) -> None:
+        documents = np.flatnonzero(~source.held_out)
+        self._epochs = _Epochs(source, documents, source.tokens[documents], seed)
+        self._source, self._context, self._respect = source, context, respect
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, window: int) -> Row:
+        wanted = self._context + 1  # the last input's label belongs to the next window
+        place = int(window) * self._context
+        stream = np.empty(wanted, np.int64)
+        labels = np.empty(self._context, np.int64)
+        segments, filled = [], 0
+        while filled < wanted:
+            epoch, document, offset = self._epochs.find(place + filled)
+            length = min(wanted - filled, int(self._source.tokens[document]) - offset)
+            stream[filled : filled + length] = self._source.read(document, offset, offset + length)
+            if filled < self._context:
+                inputs = min(length, self._context - filled)
+                segments.append(Segment(self._source.name, document, offset, inputs, epoch))
+            filled += length
+        labels[:] = stream[1:]
+        if self._respect:
+            ends = np.cumsum([segment.length for segment in segments]) - 1
+            for end, segment in zip(ends, segments, strict=True):
+                if segment.offset + segment.length == self._source.tokens[segment.document]:
+                    labels[end] = IGNORE
+        return Row(stream[:-1].copy(), labels, tuple(segments))
+
+
+class Pieces:
+    """Ordered mode: sample g is the next piece of the document in lane `g % lanes`.
+
+    A piece is up to `context` inputs of one document (the last may be shorter; the end id is a label only). A
+    source's stream of pieces is dealt to its lanes in stretches of one epoch / lanes each, so that lane k reads
+    stretch k, then stretch k + lanes, and so on: pieces of one document follow each other in one lane, but where
+    a stretch begins (`fresh`) a document may be cut over two lanes. Lanes go to sources by weight, at least one
+    each.
+    """
+
+    def __init__(self, sources: list[SourceStore], context: int, seed: int, lanes: int) -> None:
+        self._context, self._lanes = context, lanes
+        self._owners: list[tuple[int, int]] = []  # lane -> (source, lane within the source)
+        self._sources, self._counts, self._epochs = sources, apportion([s.weight for s in sources], lanes), []
+        for number, source in enumerate(sources):
+            self._owners += [(number, lane) for lane in range(self._counts[number])]
+            documents = np.flatnonzero(~source.held_out)
+            pieces = -(-(source.tokens[documents] - 1) // context)
+            self._epochs.append(_Epochs(source, documents, pieces, seed))
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, sample: int) -> Row:
+        turn, lane = divmod(int(sample), self._lanes)
+        number, lane = self._owners[lane]
+        source, epochs, lanes = self._sources[number], self._epochs[number], self._counts[number]
+        stretch = -(-epochs.total // lanes)
+        trip, step = divmod(turn, stretch)
+        epoch, document, piece = epochs.find((trip * lanes + lane) * stretch + step)
+        offset = piece * self._context
+        length = min(self._context, int(source.tokens[document]) - 1 - offset)
+        ids = source.read(document, offset, offset + length + 1).astype(np.int64)
+        fresh = piece == 0 or step == 0
+        segment = Segment(source.name, document, offset, length, epoch, fresh)
+        return Row(ids[:-1], ids[1:], (segment,))
+
+
+def apportion(weights: list[float], seats: int) -> list[int]:
+    """Whole shares of `seats` by weight (largest remainder), at least one each; needs `seats >= len(weights)`."""
+    assert seats >= len(weights)
+    exact = [weight / sum(weights) * seats for weight in weights]
+    shares = [max(1, int(share)) for share in exact]
+    while sum(shares) != seats:
+        step = 1 if sum(shares) < seats else -1
+        candidates = [i for i in range(len(weights)) if step > 0 or shares[i] > 1]
+        best = max(candidates, key=lambda i: step * (exact[i] - shares[i]))
+        shares[best] += step
+    return shares

@@ -1,0 +1,64 @@
+"""Windows put together to what the model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+IGNORE = -100
+"""Label of a position that is not counted."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of one document inside a batch."""
+
+    source: str
+    document: int
+    """Number within the source."""
+    offset: int
+    """Stored id of the document the stretch begins with (0: its begin id)."""
+    length: int
+    epoch: int = 0
+    fresh: bool = True
+    """False only in ordered mode: the stretch goes on where the lane's previous one stopped."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One window: inputs and labels `[T]` (int64), and what they are made of."""
+
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    segments: tuple[Segment, ...]
+
+
+@dataclass
+class Batch:
+    ids: Tensor
+    """int64 `[b, T]`, or one packed row `[1, N]`."""
+    labels: Tensor
+    """int64 of the same shape, aligned with the model's predictions: the next id, or -100 (not counted)."""
+    cu_seqlens: Tensor | None
+    """int32 borders of a packed row's segments; None: b equal rows."""
+    first_sample: int
+    """Global number of the first window."""
+    documents: list[Segment] = field(default_factory=list)
+    """Row by row, what the windows hold."""
+
+
+def collate(rows: Sequence[Row], packed: bool, first_sample: int) -> Batch:
+    """Rows of one length as `[b, T]`, or rows of any length as one packed row with borders at every segment."""
+    segments = [segment for row in rows for segment in row.segments]
+    join = np.concatenate if packed else np.stack
+    ids = torch.from_numpy(join([row.ids for row in rows]))
+    labels = torch.from_numpy(join([row.labels for row in rows]))
+    if not packed:
+        return Batch(ids, labels, None, first_sample, segments)
+    borders = np.cumsum([0] + [segment.length for segment in segments]).astype(np.int32)
+    return Batch(ids[None], labels[None], torch.from_numpy(borders), first_sample, segments)

@@ -1,0 +1,192 @@
+"""Token shards: what is written for each unit of input, and how it is read.
+
+A unit is one file, or a run of small text files. It becomes three files in `<folder>/<source>/`:
+    NAME.tokens      ids, little-endian uint16 (vocabularies of up to 65536 ids) or uint32; every document is
+                     begin id + tokens + end id, so that each token of text is predicted once
+    NAME.index.npy   uint64 [documents, 3]: ids, UTF-8 bytes, hash of the content
+    NAME.json        counts, what was left out, fingerprints; written last: a unit with this file is finished
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid.data.errors import DataError
+from hybrid.data.files import read_json, write_json, write_whole
+from hybrid.data.sources import Input, Skips, read_documents
+from hybrid.data.tokenizer import Tokenizer
+from hybrid.schema import SourceSection
+
+FORMAT = 1
+IDS, BYTES, HASH = range(3)
+"""Columns of the index."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Files that become one shard."""
+
+    source: str
+    name: str
+    inputs: tuple[Input, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(item.size for item in self.inputs)
+
+
+def group(source: str, inputs: list[Input]) -> list[Unit]:
+    """Cut a source's files into units: runs of small text files of about 1 MiB together (a thousandth of the
+    source when that is more), every other file alone. Depends on the files' order, names and sizes only."""
+    target = max(1 << 20, sum(item.size for item in inputs) // 1000)
+    units: list[Unit] = []
+    run: list[Input] = []
+
+    def close(items: list[Input]) -> None:
+        if items:
+            first = Path(items[0].label.replace(":", "/")).name
+            stem = "".join(
+                c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in first.split(".")[0]
+            )
+            units.append(Unit(source, f"{len(units):05d}-{stem[:40]}", tuple(items)))
+
+    for item in inputs:
+        alone = item.format != "text" or item.size >= target
+        if run and (alone or sum(i.size for i in run) + item.size > target):
+            close(run)
+            run = []
+        if alone:
+            close([item])
+        else:
+            run.append(item)
+    close(run)
+    return units
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def content_hash(data: bytes) -> int:
+    """64 bits that say which side of the train/validation split a document is on, wherever it stands."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def held_out(hashes: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
+    """Which documents of a source are held out for validation, by their content hashes.
+
+    Those whose hash lies in the lowest `share` of all values; when that is none although a share was asked
+    for, the one with the lowest hash (never a source's only document). Equal documents go the same way.
+    """
+    if not 0 <= share <= 1:
+        raise DataError(f"a source's validation share is {share}; it must be from 0 to 1")
+    if share == 1:
+        return np.ones(len(hashes), bool)
+    mask = hashes < np.uint64(int(share * 2**64))
+    if share > 0 and not mask.any() and len(np.unique(hashes)) > 1:
+        mask = hashes == hashes.min()
+    return mask
+
+
+def unit_settings(section: SourceSection, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a shard's bytes depend on beside its inputs."""
+    return {
+        "format": FORMAT,
+        "tokenizer": tokenizer.fingerprint,
+        "text_key": section.text_key,
+    }
+
+
+def sidecar(folder: Path, source: str, name: str) -> Path:
+    return folder / source / f"{name}.json"
+
+
+def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Tokenise one unit and write its three files; returns the sidecar's content.
+
+    Raises DataError for text that cannot be read (see `sources`).
+    """
+    base = folder / unit.source / unit.name
+    dtype = token_dtype(tokenizer.vocab_size)
+    skips = Skips()
+    rows: list[tuple[int, int, int]] = []
+    sidecar(folder, unit.source, unit.name).unlink(missing_ok=True)
+    files = [file_identity(item) for item in unit.inputs]
+    with write_whole(base.with_name(base.name + ".tokens")) as file:
+        for item in unit.inputs:
+            for text in read_documents(item, section, skips):
+                data = text.encode("utf-8")
+                ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+                file.write(np.asarray(ids, dtype).tobytes())
+                rows.append((len(ids), len(data), content_hash(data)))
+    index = np.array(rows, np.uint64).reshape(-1, 3)
+    with write_whole(base.with_name(base.name + ".index.npy")) as file:
+        np.save(file, index)
+    info = {
+        **unit_settings(section, tokenizer),
+        "dtype": dtype.str,
+        "documents": len(rows),
+        "tokens": int(index[:, IDS].sum()),
+        "bytes": int(index[:, BYTES].sum()),
+        "bad": skips.bad,
+        "skipped": dict(sorted(skips.counts.items())),
+        "skipped_places": skips.places,
+        "files": files,
+    }
+    write_json(sidecar(folder, unit.source, unit.name), info)
+    return info
+
+
+def file_identity(item: Input) -> dict[str, Any]:
+    """Size, time of change (ns) and SHA-256 of a file, by which a later change is found."""
+    path = Path(item.path)
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        stat = path.stat()
+    except OSError as error:
+        raise DataError(f"{item.label}: {error.strerror}") from None
+    return {"label": item.label, "size": stat.st_size, "changed": stat.st_mtime_ns, "sha256": digest}
+
+
+def difference(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer) -> str | None:
+    """Why a finished unit is no longer what its sources and settings say; None: it is. A file counts as
+    changed when its size differs, or both its time of change and its content do."""
+    path = sidecar(folder, unit.source, unit.name)
+    info = read_json(path)
+    settings = unit_settings(section, tokenizer)
+    names = {"format": "the shard format", "tokenizer": "the tokenizer"}
+    for key, value in settings.items():
+        if info.get(key) != value:
+            return f"{path}: {names.get(key, key)} was {info.get(key)!r}, is now {value!r}"
+    if info["bad"] and section.bad_lines == "error":
+        return f"{path}: bad lines were skipped, now bad_lines is error"
+    before = {entry["label"]: entry for entry in info["files"]}
+    now = {item.label: item for item in unit.inputs}
+    if before.keys() != now.keys():
+        changed = sorted(before.keys() ^ now.keys())
+        return f"{path}: the files of the source changed ({changed[0]}{' and others' if len(changed) > 1 else ''})"
+    for label, item in now.items():
+        was = before[label]
+        if was["size"] != item.size:
+            return f"{label} changed since it was prepared ({was['size']} bytes then, {item.size} now)"
+        if (
+            Path(item.path).stat().st_mtime_ns != was["changed"]
+            and file_identity(item)["sha256"] != was["sha256"]
+        ):
+            return f"{label} changed since it was prepared"
+    return None
+
+
+def unit_to_json(unit: Unit) -> dict[str, Any]:
+    return asdict(unit)
+
+
+def unit_from_json(value: dict[str, Any]) -> Unit:
+    return Unit(value["source"], value["name"], tuple(Input(**item) for item in value["inputs"]))

