@@ -157,7 +157,7 @@ class _Loading:
                 tree[str(name)] = value
             except MissingMandatoryValue:
                 pass  # left out, as if it were not written
-            except InterpolationResolutionError as error:
+            except (InterpolationResolutionError, RecursionError) as error:
                 self._problem(inner, _reference_words(config._get_node(name), error))
         return tree
 

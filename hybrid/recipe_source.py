@@ -55,6 +55,9 @@ class Source:
 
     def where(self, key: Key) -> str:
         """`key`, with the place it was written at, or that of the table it is missing from."""
+        inside = (place for written, place in self.places.items() if written[: len(key)] == key)
+        if place := self.places.get(key) or next(inside, None):
+            return f"{dotted(key)} ({place})"
         for length in range(len(key), 0, -1):
             if place := self.places.get(key[:length]):
                 return f"{dotted(key)} ({place})"
