@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from .block import Block, ModelError
 from .initialise import INITS, embedding, head
+from .layer_table import LayerSpec, layer_specs
 from .layers.base import Context, Flops, LayerError, Mixer, Site, initialise
 from .layers.norms import make_norm
 from .layers.registry import mixer_class
 from .loss import IGNORE, Head, Loss
-from .schema import ModelSection
+from .schema import ModelSection, Recipe
 from .state import BlockState, HybridState
-
-if TYPE_CHECKING:
-    from .layer_table import LayerSpec
-    from .schema import Recipe
 
 
 class HybridLM(nn.Module):
@@ -65,8 +62,6 @@ class HybridLM(nn.Module):
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Self:
         """The model a recipe describes."""
-        from .recipe import layer_specs
-
         return cls(recipe.model, layer_specs(recipe.model))
 
     def forward(

@@ -1,0 +1,281 @@
+"""Models of the Key-Value Means paper's code: its config keys and its parameter names, and ours.
+
+Its layers come from one main mixer and, with `alt_layer_every` n of 2 or more, an alternate one on the
+layers 0, n, 2n, ...; here they become letters of a pattern.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..layer_table import layer_specs
+from ..pattern import DEFAULT_LETTERS, compress
+from ..schema import ModelSection
+from . import ConvertError, NotSupported
+
+LETTERS = {"kvm": "K", "gptalpha": "F", "gptalpha_bswa": "B", "swa": "W"}
+"""Upstream mixer -> letter of our default table."""
+
+BUDGETS = {"fixed": "fixed", "power_law": "power_law", "kvm_saturation": "saturation"}
+
+OFF_ONLY = {
+    "use_block_lambdas": "block lambdas (each block mixing the embeddings back in)",
+    "use_skip_connections": "skip connections between the halves of the stack (where the second half counts "
+    "its alternate layers from 0 again, so that a period that does not divide the first half shifts them)",
+    "use_l2wrap": "L2Wrap",
+    "alt_share_v0": "main layers taking their shared values from an alternate layer",
+}
+"""Switches that are 0 in every published config, and what they are."""
+
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(OFF_ONLY, 0),
+    "num_key_value_heads": None,
+    "d_head": None,
+    "alt_layer_every": -1,
+    "alt_token_mixer": None,
+    "residual_scale": 1.0,
+    "logit_softcap": 0.0,
+    "state_round_down": 1,
+    "state_min_len": -1,
+    "kvm_apply_merge_gate_to_initial_state": 0,
+}
+"""Upstream's values for keys that a config may leave out; other keys are asked for when they matter."""
+
+
+class _Config:
+    """Upstream's config with words for what is missing."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self.values:
+            return self.values[key]
+        if key in DEFAULTS:
+            return DEFAULTS[key]
+        hint = ""
+        if key == "kvm_apply_merge_gate_to_appends":
+            hint = " (1 in the paper's first release, 0 in its later code: give the one it was trained with)"
+        raise ConvertError(f"the config has no '{key}'{hint}")
+
+    def flag(self, key: str) -> bool:
+        value = self[key]
+        if value not in (0, 1, False, True):
+            raise ConvertError(f"{key} is {value!r}; allowed: 0, 1")
+        return bool(value)
+
+
+def model_section(config: Mapping[str, Any]) -> ModelSection:
+    """The model section of a recipe for an upstream config.
+
+    Raises NotSupported for mixers and switches this project does not have, ConvertError for a config that
+    is incomplete or contradicts itself.
+    """
+    values = _Config(config)
+    for key, meaning in OFF_ONLY.items():
+        if values.flag(key):
+            raise NotSupported(f"{key} is {config[key]}: {meaning} are not supported; only 0 is")
+    letters = layer_letters(config)
+    section = ModelSection(
+        pattern=compress(letters),
+        layers={letter: _layer(values, letter, prefix) for letter, prefix in _roles(values).items()},
+        hidden_size=values["hidden_size"],
+        vocab_size=values["vocab_size"],
+        ffn_expansion=values["ffn_expansion"],
+        ffn_token_shift=values.flag("use_tokenshift_ffn"),
+        residual_scale=values["residual_scale"],
+        logit_softcap=values["logit_softcap"],
+    )
+    layer_specs(section)  # refuses what our layers do not take
+    return section
+
+
+def layer_letters(config: Mapping[str, Any]) -> list[str]:
+    """One letter per layer. With a period of 2 or more layer 0 is an alternate one; -1 and 0 mean none."""
+    values = _Config(config)
+    depth, period = values["num_hidden_layers"], values["alt_layer_every"]
+    if period == 1:
+        raise NotSupported(
+            "alt_layer_every is 1, which the paper's code reads in two ways (its builder alternates above 1, "
+            "its forward pass above 0); use -1 for main layers only, or make the alternate mixer the main one"
+        )
+    main = _letter(values["token_mixer"], "token_mixer")
+    if period < 1:
+        return [main] * depth
+    alternate = _letter(values["alt_token_mixer"], "alt_token_mixer")
+    if alternate == main:
+        raise NotSupported(
+            f"token_mixer and alt_token_mixer are both {values['token_mixer']!r}: here the two would share "
+            "their first values, in the paper's code they do not"
+        )
+    if alternate == "K" and values["alt_rope_partial_dim"] != values["rope_partial_dim"]:
+        raise NotSupported(
+            f"alt_token_mixer is 'kvm' with alt_rope_partial_dim {values['alt_rope_partial_dim']} and "
+            f"rope_partial_dim {values['rope_partial_dim']}: the paper's code rotates the first by one, and "
+            "clears the other in the state's keys"
+        )
+    return [alternate if layer % period == 0 else main for layer in range(depth)]
+
+
+def _letter(mixer: Any, key: str) -> str:
+    if mixer not in LETTERS:
+        raise NotSupported(f"{key} is {mixer!r}; supported: {', '.join(LETTERS)}")
+    return LETTERS[mixer]
+
+
+def _roles(values: _Config) -> dict[str, str]:
+    """Letter -> prefix of its rotary keys in the config."""
+    roles = {LETTERS[values["token_mixer"]]: ""}
+    if values["alt_layer_every"] > 1:
+        roles[LETTERS[values["alt_token_mixer"]]] = "alt_"
+    return roles
+
+
+def _layer(values: _Config, letter: str, prefix: str) -> dict[str, Any]:
+    """The entry of the layer table for one of the two mixers."""
+    for key in ("swa_value_residual_mode", "swa_token_shift_mode"):
+        if values.values.get(key, "rwkv") != "rwkv":
+            raise NotSupported(f"{key} is {values[key]!r}; supported: 'rwkv'")
+    heads = values["num_attention_heads"]
+    layer: dict[str, Any] = {
+        "num_heads": heads,
+        "num_kv_heads": values["num_key_value_heads"] or heads,
+        "head_dim": values["d_head"] or values["hidden_size"] // heads,
+        "rotary_dim": values[f"{prefix}rope_partial_dim"],
+        "rotary_base": values[f"{prefix}rope_theta"],
+        "token_shift": values.flag("use_tokenshift_att"),
+        "value_residual": values.flag("use_value_residual"),
+    }
+    if letter == "W":
+        window = values["swa_window_size"]
+        layer["window"] = window if window > 0 else values["chunk_len"]
+    if letter in "BK":
+        layer |= {
+            "chunk": values["chunk_len"],
+            "window_chunks": values["n_bswa_chunks"],
+            "sinks": values["sink_len"],
+        }
+    if letter == "K":
+        layer |= kvm_options(values)
+    return {"kind": DEFAULT_LETTERS[letter], **layer}
+
+
+def kvm_options(values: _Config | Mapping[str, Any]) -> dict[str, Any]:
+    """Budget, gates and value rule of a KVM layer, as options of our `kvm`."""
+    if not isinstance(values, _Config):
+        values = _Config(values)
+    mode = values["state_budget_mode"]
+    if mode not in BUDGETS:
+        raise NotSupported(f"state_budget_mode is {mode!r}; supported: {', '.join(BUDGETS)}")
+    options: dict[str, Any] = {
+        "budget": BUDGETS[mode],
+        "budget_minimum": max(values["state_min_len"], 1),
+        "budget_round": values["state_round_down"],
+        "budget_max_chunks": values["n_max_d_chunks"],
+        "gate_keys": values.flag("kvm_use_merge_gate_keys"),
+        "gate_values": values.flag("kvm_use_merge_gate_values"),
+        "gate_appends": values.flag("kvm_apply_merge_gate_to_appends"),
+        "gate_initial": values.flag("kvm_apply_merge_gate_to_initial_state"),
+        "temperatures": values.flag("kvm_use_head_temps"),
+        "values": "radius" if values.flag("kvm_use_vlens") else "reference_counts",
+    }
+    if mode == "power_law":
+        options |= {
+            "budget_factor": values["state_growth_factor"],
+            "budget_exponent": values["state_growth_exponent"],
+        }
+    if mode == "kvm_saturation":
+        options["budget_saturation"] = values["state_saturation_n"]
+    return options
+
+
+# Parameter names. What a mixer owns is called the same in both, but for MIXER_NAMES.
+
+TOP_NAMES = {
+    "transformer.wte.weight": "embedding.weight",
+    "transformer.ln_emb.weight": "embedding_norm.weight",
+    "transformer.ln_emb.bias": "embedding_norm.bias",
+    "transformer.ln_head.weight": "norm.weight",
+    "transformer.ln_head.bias": "norm.bias",
+    "lm_head.weight": "head.weight",
+}
+BLOCK_NAMES = {"ln_attn": "norm_mixer", "attn": "mixer", "ln_mlp": "norm_ffn", "mlp": "ffn"}
+MIXER_NAMES: dict[str, str] = {}
+OPENED = ("attn.v_gate0", "mlp.x_k")
+"""Upstream stores these vectors as [1, 1, C]."""
+
+
+def our_name(name: str) -> str:
+    """Our name of an upstream parameter; ConvertError for a name that upstream does not have."""
+    if name in TOP_NAMES:
+        return TOP_NAMES[name]
+    match = re.fullmatch(r"transformer\.h\.(\d+)\.(\w+)\.(.+)", name)
+    if match is None or match[2] not in BLOCK_NAMES:
+        raise ConvertError(f"unknown tensor '{name}'")
+    rest = _renamed(match[3], MIXER_NAMES) if match[2] == "attn" else match[3]
+    return f"blocks.{match[1]}.{BLOCK_NAMES[match[2]]}.{rest}"
+
+
+def upstream_name(name: str) -> str:
+    """The inverse of `our_name`."""
+    top = {ours: theirs for theirs, ours in TOP_NAMES.items()}
+    if name in top:
+        return top[name]
+    parts = {ours: theirs for theirs, ours in BLOCK_NAMES.items()}
+    match = re.fullmatch(r"blocks\.(\d+)\.(\w+)\.(.+)", name)
+    if match is None or match[2] not in parts:
+        raise ConvertError(f"the paper's code has no parameter for '{name}'")
+    back = {ours: theirs for theirs, ours in MIXER_NAMES.items()}
+    rest = _renamed(match[3], back) if match[2] == "mixer" else match[3]
+    return f"transformer.h.{match[1]}.{parts[match[2]]}.{rest}"
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    head, dot, tail = name.partition(".")
+    return names.get(head, head) + dot + tail
+
+
+def from_upstream(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Upstream's state dict with our names and shapes.
+
+    Args:
+        tensors: upstream name -> tensor.
+        expected: our state dict (a model on the meta device will do): what must be there, and its shapes.
+
+    Raises ConvertError that names every unknown, missing or misshapen tensor.
+    """
+    converted: dict[str, Tensor] = {}
+    problems: list[str] = []
+    for name, tensor in tensors.items():
+        try:
+            ours = our_name(name)
+            wanted = expected[ours].shape
+        except (ConvertError, KeyError):
+            problems.append(f"unknown tensor '{name}'")
+            continue
+        converted[ours] = tensor.flatten() if name.endswith(OPENED) else tensor
+        if converted[ours].shape != wanted:
+            problems.append(f"tensor '{name}' is {tuple(tensor.shape)}, the config asks for {tuple(wanted)}")
+    problems += [f"missing tensor '{upstream_name(name)}'" for name in expected if name not in converted]
+    if problems:
+        raise ConvertError(_listed(problems))
+    return converted
+
+
+def to_upstream(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state dict with upstream's names and shapes."""
+    converted = {}
+    for name, tensor in tensors.items():
+        theirs = upstream_name(name)
+        converted[theirs] = tensor.reshape(1, 1, -1) if theirs.endswith(OPENED) else tensor
+    return converted
+
+
+def _listed(problems: list[str]) -> str:
+    shown = "\n  ".join(problems[:20])
+    more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+    return f"the state dict does not fit the config:\n  {shown}{more}"
