@@ -2,4 +2,4 @@
 
 
 class DataError(ValueError):
-    """Sources, tokenizers or prepared data that cannot be used; the message names the file and what is allowed."""
+    """Sources, tokenizers or prepared data that cannot be used, and what would be."""

@@ -1,7 +1,9 @@
 """Batches for training: the same global batches for any number of processes, from one global sample number.
 
-A sample is one window. Global batch i of B windows is samples `[i*B, (i+1)*B)`, whichever processes read them,
-and sources are mixed by weight window by window (grain's `MapDataset.mix`), so to go on, one number is enough.
+A sample is one window. Global batch i of B windows is samples `[i*B, (i+1)*B)`, whichever processes read
+them. Windows cut each source's shuffled documents (see `order`), are read in shuffled order within a pass, so
+that a batch is not one document, and sources are mixed by weight window by window. All of it has random
+access (grain's `MapDataset`), so to go on, one number is enough.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hybrid.data.errors import DataError
-from hybrid.data.order import Pieces, Windows
+from hybrid.data.order import Pieces, Windows, key
 from hybrid.data.rows import Batch, collate
 from hybrid.data.store import SourceStore, Store
 from hybrid.schema import DataSection
@@ -23,9 +25,10 @@ class Loader(Iterator[Batch]):
     """This process' windows, `sequences` of them per `next()`.
 
     `rank` of `world` processes get neighbouring slices: together one `next()` on each reads
-    `sequences * world` samples in a row from `start_sample`. `lanes` (ordered mode only): documents read side by
-    side; set it to the windows of a whole optimizer step when gradients are accumulated, so that batches do not
-    depend on how a step is cut. Raises DataError when the folder or the settings cannot be used.
+    `sequences * world` samples in a row from `start_sample`. `lanes` (ordered mode only): documents read
+    side by side; set it to the windows of a whole optimizer step when gradients are accumulated, so that
+    batches do not depend on how a step is cut. Raises DataError when the folder or the settings cannot be
+    used.
 
     boundaries respect: one packed row `[1, sequences * context]` whose `cu_seqlens` begin anew at every
     document and every window; cross: `[sequences, context]`, every label counts (also a document's begin id
@@ -81,13 +84,21 @@ def _dataset(data: DataSection, store: Store, seed: int, lanes: int) -> Any:
     if data.order == "document":
         if lanes < len(sources):
             raise DataError(
-                f"data.order document reads every source in lanes of its own: {len(sources)} sources need a batch "
-                f"of at least that many sequences, not {lanes}"
+                f"data.order document reads every source in lanes of its own: {len(sources)} sources need "
+                f"a batch of at least that many sequences, not {lanes}"
             )
         return grain.MapDataset.source(Pieces(sources, data.context, seed, lanes))
-    weights = [_weight(source) for source in sources]
-    windows = [Windows(source, data.context, seed, data.boundaries == "respect") for source in sources]
-    return grain.MapDataset.mix([grain.MapDataset.source(each) for each in windows], weights)
+    streams = []
+    for source in sources:
+        windows = Windows(source, data.context, seed, respect=data.boundaries == "respect")
+        streams.append(
+            grain.experimental.WindowShuffleMapDataset(
+                grain.MapDataset.source(windows),
+                window_size=windows.in_a_pass,
+                seed=key(seed, source.name, "windows") >> 33,  # grain takes seeds below 2^32, one more a pass
+            )
+        )
+    return grain.MapDataset.mix(streams, [_weight(source) for source in sources])
 
 
 def _weight(source: SourceStore) -> float:
@@ -97,14 +108,14 @@ def _weight(source: SourceStore) -> float:
 
 
 def _check(data: DataSection, sequences: int, rank: int, world: int, start_sample: int) -> None:
-    for key, allowed in (("boundaries", ("respect", "cross")), ("order", ("shuffle", "document"))):
-        if getattr(data, key) not in allowed:
-            raise DataError(f"data.{key} is {getattr(data, key)!r}; allowed: {', '.join(allowed)}")
+    for name, allowed in (("boundaries", ("respect", "cross")), ("order", ("shuffle", "document"))):
+        if getattr(data, name) not in allowed:
+            raise DataError(f"data.{name} is {getattr(data, name)!r}; allowed: {', '.join(allowed)}")
     if data.order == "document" and data.boundaries == "cross":
         raise DataError("data.order document keeps documents apart; it needs data.boundaries respect")
-    for key, value in (("data.context", data.context), ("sequences", sequences)):
+    for name, value in (("data.context", data.context), ("sequences", sequences)):
         if value < 1:
-            raise DataError(f"{key} is {value}; it must be 1 or more")
+            raise DataError(f"{name} is {value}; it must be 1 or more")
     if data.workers < 0:
         raise DataError(f"data.workers is {data.workers}; it must be 0 or more")
     if not 0 <= rank < world:

@@ -18,15 +18,19 @@ ENDLESS = 1 << 48
 """Windows in a stream: more than anybody reads, few enough for exact arithmetic on them."""
 
 
+def key(*parts: object) -> int:
+    """64 bits for a purpose."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
 def shuffled(count: int, seed: int, name: str, epoch: int) -> NDArray[np.int64]:
-    """A permutation of `count` documents: sorted by splitmix64 of their numbers, keyed by seed, source and epoch.
+    """A permutation of `count` documents: sorted by splitmix64 of their numbers, keyed by the rest.
 
     Own arithmetic rather than numpy's generator, whose streams may change between versions.
     """
-    key = hashlib.blake2b(f"{seed}/{name}/{epoch}".encode(), digest_size=8).digest()
     with np.errstate(over="ignore"):
         x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        x += np.uint64(int.from_bytes(key, "little"))
+        x += np.uint64(key(seed, name, epoch))
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x ^= x >> np.uint64(31)
@@ -67,15 +71,16 @@ class _Epochs:
 class Windows:
     """Window w is ids `[w*T, (w+1)*T)` of the stream, whatever documents they belong to.
 
-    So every stored id is an input once and a label once an epoch; a window that an epoch's end cuts is filled
-    from the next epoch, and nothing is dropped. `respect`: the label is -100 where the next id begins another
-    document; otherwise every label counts.
+    So every stored id is an input once and a label once an epoch; a window that an epoch's end cuts is
+    filled from the next epoch, and nothing is dropped. `respect`: the label is -100 where the next id begins
+    another document; otherwise every label counts.
     """
 
     def __init__(self, source: SourceStore, context: int, seed: int, respect: bool) -> None:
         documents = np.flatnonzero(~source.held_out)
         self._epochs = _Epochs(source, documents, source.tokens[documents], seed)
         self._source, self._context, self._respect = source, context, respect
+        self.in_a_pass = max(1, self._epochs.total // context)
 
     def __len__(self) -> int:
         return ENDLESS
@@ -106,11 +111,11 @@ class Windows:
 class Pieces:
     """Ordered mode: sample g is the next piece of the document in lane `g % lanes`.
 
-    A piece is up to `context` inputs of one document (the last may be shorter; the end id is a label only). A
-    source's stream of pieces is dealt to its lanes in stretches of one epoch / lanes each, so that lane k reads
-    stretch k, then stretch k + lanes, and so on: pieces of one document follow each other in one lane, but where
-    a stretch begins (`fresh`) a document may be cut over two lanes. Lanes go to sources by weight, at least one
-    each.
+    A piece is up to `context` inputs of one document (the last may be shorter; the end id is a label only).
+    A source's stream of pieces is dealt to its lanes in stretches of one epoch / lanes each, so that lane k
+    reads stretch k, then stretch k + lanes, and so on: pieces of one document follow each other in one lane,
+    but where a stretch begins (`fresh`) a document may be cut over two lanes. Lanes go to sources by weight,
+    at least one each.
     """
 
     def __init__(self, sources: list[SourceStore], context: int, seed: int, lanes: int) -> None:
@@ -142,7 +147,7 @@ class Pieces:
 
 
 def apportion(weights: list[float], seats: int) -> list[int]:
-    """Whole shares of `seats` by weight (largest remainder), at least one each; needs `seats >= len(weights)`."""
+    """Whole shares of `seats` by weight, at least one each; needs `seats >= len(weights)`."""
     assert seats >= len(weights)
     exact = [weight / sum(weights) * seats for weight in weights]
     shares = [max(1, int(share)) for share in exact]

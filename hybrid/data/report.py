@@ -46,8 +46,9 @@ class Report:
         return content
 
     def __str__(self) -> str:
-        head = f"{'source':<12}{'documents':>10}{'held out':>10}{'MB':>9}{'tokens':>13}{'bytes/token':>13}{'skipped':>9}"
-        lines = [head]
+        names = ("documents", "held out", "MB", "tokens", "bytes/token", "skipped")
+        widths = (10, 10, 9, 13, 13, 9)
+        lines = ["source".ljust(12) + "".join(n.rjust(w) for n, w in zip(names, widths, strict=True))]
         for name, source in self.sources.items():
             ratio = source.bytes / max(1, source.tokens)
             lines.append(

@@ -53,7 +53,7 @@ class Batch:
 
 
 def collate(rows: Sequence[Row], packed: bool, first_sample: int) -> Batch:
-    """Rows of one length as `[b, T]`, or rows of any length as one packed row with borders at every segment."""
+    """Rows of one length as `[b, T]`; `packed`: of any length, as one row with borders at every segment."""
     segments = [segment for row in rows for segment in row.segments]
     join = np.concatenate if packed else np.stack
     ids = torch.from_numpy(join([row.ids for row in rows]))

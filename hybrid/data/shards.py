@@ -171,7 +171,8 @@ def difference(folder: Path, unit: Unit, section: SourceSection, tokenizer: Toke
     now = {item.label: item for item in unit.inputs}
     if before.keys() != now.keys():
         changed = sorted(before.keys() ^ now.keys())
-        return f"{path}: the files of the source changed ({changed[0]}{' and others' if len(changed) > 1 else ''})"
+        more = " and others" if len(changed) > 1 else ""
+        return f"{path}: the files of the source changed ({changed[0]}{more})"
     for label, item in now.items():
         was = before[label]
         if was["size"] != item.size:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, cast
 
 from hybrid.data.errors import DataError
 from hybrid.schema import SourceSection
@@ -64,7 +64,7 @@ class Skips:
 def list_inputs(name: str, section: SourceSection) -> list[Input]:
     """The source's files in a fixed order, each once.
 
-    Raises DataError for settings that are not allowed, a path that does not exist or a pattern without a match.
+    Raises DataError for settings that are not allowed and for paths and patterns without a file.
     """
     for key, value, allowed in (
         ("format", section.format, FORMATS),
@@ -112,7 +112,8 @@ def _expand(name: str, path: str, wanted: str) -> Iterator[Input]:
             files = sorted(p for p in glob.glob(full, recursive=True) if os.path.isfile(p))
         else:
             raise DataError(
-                f"data.sources.{name}.paths: {path} does not exist (files, folders, globs, {' and '.join(BUILT_IN)})"
+                f"data.sources.{name}.paths: {path} does not exist "
+                f"(allowed: files, folders, globs, {' and '.join(BUILT_IN)})"
             )
         if not files:
             raise DataError(f"data.sources.{name}.paths: {path} matches no file")
@@ -162,19 +163,46 @@ def _bible() -> Input:
     return Input(str(path), "bible:kjv.jsonl", "verses", path.stat().st_size)
 
 
+class _Zst(io.RawIOBase):
+    """A .zst file's text; unlike zstandard's own reader it raises EOFError when the file is cut."""
+
+    def __init__(self, path: str) -> None:
+        import zstandard
+
+        self._frames = zstandard.ZstdDecompressor()
+        self._frame: Any = None
+        self._file = open(path, "rb")  # noqa: SIM115 (closed with this object)
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            packed = packed or self._file.read(1 << 17)
+            if not packed:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("it ends inside a frame")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._frames.decompressobj()
+            self._ready = self._frame.decompress(packed)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _open(path: str) -> IO[bytes]:
     """The file's bytes, unpacked when its name ends in .gz or .zst."""
     if path.endswith(".gz"):
-        return gzip.open(path, "rb")
+        return cast(IO[bytes], gzip.open(path, "rb"))
     if path.endswith(".zst"):
-        import zstandard
-
-        stream = zstandard.ZstdDecompressor().stream_reader(
-            open(path, "rb"),
-            read_across_frames=True,
-            closefd=True,
-        )
-        return io.BufferedReader(stream)
+        return io.BufferedReader(_Zst(path))
     return open(path, "rb")
 
 
@@ -254,28 +282,33 @@ class _Reader:
             raise DataError(f"{self.item.label}: {error.strerror or error}") from None
 
     def _line_text(self, line: bytes, place: str, first: bool) -> str | None:
+        """The line's text; None when it has none, which is then counted or refused."""
         if not line.strip():
-            return self._bad("blank line", place)
+            self._bad("blank line", place)
+            return None
         try:
-            text = line.decode("utf-8-sig" if first else "utf-8")
+            value = json.loads(line.decode("utf-8-sig" if first else "utf-8"))
         except UnicodeDecodeError as error:
-            return self._bad(f"invalid UTF-8 ({error.reason})", f"{place}, byte {error.start} of the line")
-        try:
-            value = json.loads(text)
+            self._bad(f"invalid UTF-8 ({error.reason})", f"{place}, byte {error.start} of the line")
         except json.JSONDecodeError as error:
-            reason = (
-                "more than one object on a line" if error.msg == "Extra data" else f"no JSON ({error.msg})"
-            )
-            return self._bad(reason, f"{place}, column {error.colno}")
+            several = error.msg == "Extra data"
+            reason = "more than one object on a line" if several else f"no JSON ({error.msg})"
+            self._bad(reason, f"{place}, column {error.colno}")
         except (ValueError, RecursionError) as error:
-            return self._bad(f"no JSON ({type(error).__name__})", place)
+            self._bad(f"no JSON ({type(error).__name__})", place)
+        else:
+            return self._object_text(value, place)
+        return None
+
+    def _object_text(self, value: Any, place: str) -> str | None:
         if not isinstance(value, dict):
-            return self._bad(f"a JSON {_kind(value)}, not an object", place)
-        if self.key not in value:
+            self._bad(f"a JSON {_kind(value)}, not an object", place)
+        elif self.key not in value:
             keys = ", ".join(map(repr, list(value)[:8])) or "none"
-            return self._bad(f"no key {self.key!r}", place, f" (text_key); the object's keys: {keys}")
-        found = value[self.key]
-        return found if self._is_text(found, place) else None
+            self._bad(f"no key {self.key!r}", place, f" (text_key); the object's keys: {keys}")
+        elif self._is_text(value[self.key], place):
+            return value[self.key]
+        return None
 
     def _is_text(self, value: Any, place: str) -> bool:
         if not isinstance(value, str):
@@ -290,12 +323,8 @@ class _Reader:
 
     def _bad(self, reason: str, place: str, more: str = "") -> None:
         if not self.skip:
-            self._refuse(f"{place}: {reason}{more}; mend it, or leave such out with bad_lines: skip")
+            raise DataError(f"{place}: {reason}{more}; mend it, or leave such out with bad_lines: skip")
         self.skips.add(reason, place, bad=True)
-
-    @staticmethod
-    def _refuse(message: str) -> NoReturn:
-        raise DataError(message)
 
 
 def _kind(value: Any) -> str:

@@ -79,7 +79,7 @@ class Store:
             if name not in report["sources"]:
                 known = ", ".join(report["sources"])
                 raise DataError(
-                    f"source {name!r} is not in {self.folder} (it holds {known}); run `hybrid prepare`"
+                    f"source {name!r} is not in {self.folder} (there: {known}); run `hybrid prepare`"
                 )
             shards = report["sources"][name]["shards"]
             self.sources[name] = SourceStore(self.folder, name, section, shards, self.fingerprint)

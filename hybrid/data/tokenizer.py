@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hybrid.data import sentencepiece_model as facts
 from hybrid.data.errors import DataError
@@ -23,7 +24,7 @@ SPACE_MARK = "\u2581"
 # Longer lines are cut for training only: sentencepiece leaves out lines over 2^20 bytes.
 LONGEST_TRAINING_LINE = 100_000
 
-TRAINING_OPTIONS = {
+TRAINING_OPTIONS: dict[str, Any] = {
     "model_type": "bpe",
     "normalization_rule_name": "identity",
     "remove_extra_whitespaces": False,
@@ -144,7 +145,7 @@ class Tokenizer:
         return b"".join(self.bytes_of(token) for token in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; bytes that form no character become U+FFFD (only ids not made by `encode` have such)."""
+        """Text of `ids`; bytes that form no character become U+FFFD (ids made by `encode` have none)."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
@@ -198,9 +199,9 @@ class Tokenizer:
             back = self.decode(self.encode(probe))
             if back != probe:
                 raise DataError(
-                    f"{self.origin} is not lossless: {probe!r} comes back as {back!r}; it must be trained with "
-                    "normalization_rule_name=identity, remove_extra_whitespaces=False, add_dummy_prefix=False "
-                    "and byte_fallback=True"
+                    f"{self.origin} is not lossless: {probe!r} comes back as {back!r}; it must be trained "
+                    "with normalization_rule_name=identity, remove_extra_whitespaces=False, "
+                    "add_dummy_prefix=False and byte_fallback=True"
                 )
 
 
@@ -220,7 +221,7 @@ class StreamDecoder:
 
 
 def train_model(texts: Iterable[str], vocab_size: int, notes: TrainingNotes | None = None) -> bytes:
-    """A serialised BPE model of `vocab_size` ids trained on `texts`. Raises DataError as `Tokenizer.train`."""
+    """A serialised BPE model of `vocab_size` ids. Raises DataError as `Tokenizer.train`."""
     import io
 
     import sentencepiece
@@ -246,7 +247,7 @@ def _training_fault(message: str, vocab_size: int) -> str:
             f"data.vocab_size is {vocab_size}, but the text allows at most {found[1]}; use that or more text"
         )
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return f"data.vocab_size is {vocab_size}, but the text's characters alone need {found[1]}; use that or more"
+        return f"data.vocab_size is {vocab_size}, but its characters alone need {found[1]}; use that or more"
     return f"training a tokenizer of {vocab_size} ids failed: {message}"
 
 
@@ -273,7 +274,7 @@ def _refuse_surrogates(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"character {error.start} of the text is the lone surrogate {text[error.start]!r}, which is not text"
+            f"character {error.start} of the text is {text[error.start]!r}, a lone surrogate, which is no text"
         ) from None
 
 

@@ -17,7 +17,7 @@ SHARE_OF_ONE = 16
 
 
 class ValidationSet:
-    """The held-out documents of all sources, ordered by content hash (a fixed mixture of the sources).
+    """The held-out documents of all sources, ordered by content hash (a fixed mix of the sources).
 
     Each document is scored from its start in windows of `context` inputs; windows do not see each other. Its
     text's ids and its end id are labels, so the sum of the losses is a code length of the text:
