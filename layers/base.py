@@ -237,9 +237,7 @@ class Mixer(nn.Module):
         """Width of the values that this layer's value residual shares with its kind; None if it has none."""
         return None
 
-    def forward(
-        self, x: Tensor, context: Context | None = None, state: Any = None
-    ) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, context: Context | None = None, state: Any = None) -> tuple[Tensor, Any]:
         """Mix tokens.
 
         Args:

@@ -66,8 +66,10 @@ def _shift(x: Tensor, mix: Tensor) -> Tensor:
 
 
 def project(mixer, x: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v `[B, T, heads, D]` as the paper has them (options of the paper only); `first` `[B, T, G * D]`: the
-    shared values of the kind's first layer, None in that layer itself."""
+    """q, k, v `[B, T, heads, D]` as the paper has them (options of the paper only).
+
+    `first` `[B, T, G * D]`: shared values of the kind's first layer, None in that layer itself.
+    """
     p = dict(mixer.named_parameters())
     q, k, v = (x @ p[f"{name}.weight"].t() for name in ("c_q", "c_k", "c_v"))
     if first is not None:
@@ -82,7 +84,7 @@ def project(mixer, x: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tens
 
 
 def mix(mixer, x: Tensor, first: Tensor | None = None) -> Tensor:
-    """What `mixer` (full, sliding_window or block_window) does to `x` `[B, T, C]` from the start of a sequence."""
+    """What a full, sliding_window or block_window `mixer` does to `x` `[B, T, C]` from the start."""
     q, k, v = project(mixer, x, first)
     y = attend(q, k, v, lambda t: visible_keys(mixer.kind, t, mixer.options))
     return y.flatten(2) @ mixer.c_proj.weight.t()
