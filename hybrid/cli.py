@@ -171,7 +171,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     summary = train(recipe)
     if os.environ.get("RANK", "0") == "0":
-        from .evaluate.yardsticks import report
+        from .evaluate.summary import report
 
         print(report(recipe, summary))
     return 0

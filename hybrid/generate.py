@@ -329,8 +329,8 @@ def select_rows(state: Any, rows: Sequence[int]) -> Any:
 
 
 def load_model(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer]:
-    """The model of a run directory (its newest weights) or of a converted model's folder, ready to generate
-    on the device at hand, and its tokenizer."""
+    """The model of a run directory (its newest weights), or of a folder with recipe.yaml, tokenizer.model and
+    model.safetensors, on the GPU if there is one; and its tokenizer."""
     from .runs import load_run
 
     model, tokenizer, _ = load_run(path)

@@ -2,17 +2,113 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import lzma
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from hybrid.schema import DataSection
+
+Pairs = tuple[np.ndarray, np.ndarray]
 
 STRENGTHS = (5, 20, 50, 100, 300)
 """The weights m of the unigram that are tried; the one best on the held-out text counts."""
 
-LN2 = math.log(2)
+CACHE = "yardsticks.json"
+"""In the data folder: results by what they were computed from."""
+
+PIECE = 1 << 20
+"""Training tokens counted at a time."""
+
+
+@dataclass(frozen=True)
+class Yardsticks:
+    """Bits per byte of the held-out text a model is scored on."""
+
+    bigram: float
+    strength: int
+    """The bigram's best m."""
+    xz: float
+    tokens: int
+    """Scored tokens."""
+    bytes: int
+    """Their bytes."""
+
+
+def measure(data: DataSection, tokens: int | None = None) -> Yardsticks:
+    """Both yardsticks for the validation set of at most `tokens` tokens (`train.eval_tokens`).
+
+    Results are kept in the data folder and computed again when the shards, or what is held out, changed.
+    """
+    folder = Path(data.folder)
+    key = _key(folder, data, tokens)
+    known = _read_cache(folder / CACHE)
+    if key in known:
+        return Yardsticks(**known[key])
+    result = _measure(data, tokens)
+    _write_cache(folder / CACHE, {**known, key: asdict(result)})
+    return result
+
+
+def _measure(data: DataSection, tokens: int | None) -> Yardsticks:
+    from hybrid.data import ValidationSet, train_tokens
+
+    scored = ValidationSet(data, tokens)
+    before, after = _pairs(list(scored.arrays()))
+    bigram = score_bigram(_pieces(train_tokens(data)), before, after, scored.vocab_size)
+    bits = bigram.nats / math.log(2)
+    compressed = 8 * xz_bytes(scored.raw_bytes())
+    return Yardsticks(
+        bits / scored.bytes, bigram.strength, compressed / scored.bytes, len(after), scored.bytes
+    )
+
+
+def _pieces(documents: Iterable[np.ndarray]) -> Iterator[Pairs]:
+    """The pairs inside each document, many documents at a time."""
+    waiting: list[np.ndarray] = []
+    size = 0
+    for document in documents:
+        waiting.append(document)
+        size += len(document)
+        if size >= PIECE:
+            yield _pairs(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield _pairs(waiting)
+
+
+def _pairs(documents: list[np.ndarray]) -> Pairs:
+    """Every token with the one after it in its document."""
+    return np.concatenate([d[:-1] for d in documents]), np.concatenate([d[1:] for d in documents])
+
+
+def _key(folder: Path, data: DataSection, tokens: int | None) -> str:
+    """Names the shards (their report), what of them is held out and used, and the cap."""
+    used = {name: source.validation for name, source in data.sources.items()}
+    # the context bounds what one document gives to a capped set
+    facts = json.dumps([used, tokens, data.context if tokens else None], sort_keys=True)
+    return hashlib.sha256((folder / "report.json").read_bytes() + facts.encode()).hexdigest()[:16]
+
+
+def _read_cache(path: Path) -> dict[str, dict[str, float]]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):  # absent, or damaged and worth nothing
+        return {}
+
+
+def _write_cache(path: Path, content: dict[str, dict[str, float]]) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    os.replace(part, path)
 
 
 @dataclass(frozen=True)
@@ -26,7 +122,7 @@ class Bigram:
 
 
 def score_bigram(
-    pieces: Iterable[tuple[np.ndarray, np.ndarray]],
+    pieces: Iterable[Pairs],
     before: np.ndarray,
     after: np.ndarray,
     vocab_size: int,

@@ -3,11 +3,13 @@
 import lzma
 import math
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hybrid.evaluate.yardsticks import STRENGTHS, score_bigram, xz_bytes
+from hybrid.evaluate.yardsticks import STRENGTHS, measure, score_bigram, xz_bytes
 
 
 def brute_force(training, held_out, vocab_size, m):
@@ -56,3 +58,64 @@ def test_bigram_keys_do_not_overflow_narrow_token_types():
 def test_xz_is_the_size_of_the_strongest_preset():
     text = b"In the beginning " * 50
     assert xz_bytes(text) == len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) < len(text)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A small prepared corpus of two sources."""
+    from hybrid.data import prepare
+    from hybrid.schema import DataSection, SourceSection
+
+    root = tmp_path_factory.mktemp("corpus")
+    for number in range(40):
+        lines = [f"name_{number} = call({i}, {i * number % 7})\n" for i in range(20 + number)]
+        (root / f"{number}.txt").write_text("é".join(lines), encoding="utf-8")
+    sources = {
+        name: SourceSection(paths=[str(root / pattern)], format="text", validation=0.3)
+        for name, pattern in (("few", "1*.txt"), ("rest", "[2-9]*.txt"))
+    }
+    data = DataSection(str(root / "data"), sources, vocab_size=290, context=64)
+    prepare(data, processes=1)
+    return data
+
+
+@pytest.mark.parametrize("cap", [None, 700])
+def test_both_are_measured_on_exactly_what_the_model_is_scored_on(prepared, cap):
+    from hybrid.data import ValidationSet, train_tokens
+
+    scored = ValidationSet(prepared, cap)
+    held_out = []
+    for batch in scored:
+        counted = batch.labels != -100
+        held_out += zip(batch.ids[counted].tolist(), batch.labels[counted].tolist(), strict=True)
+    training = []
+    for ids in train_tokens(prepared):
+        training += zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True)
+    nats = {m: brute_force(training, held_out, scored.vocab_size, m) for m in STRENGTHS}
+    result = measure(prepared, cap)
+    assert result.tokens == len(held_out)
+    assert result.bytes == scored.bytes == len(scored.raw_bytes())
+    assert result.strength == min(nats, key=nats.get)
+    assert result.bigram == pytest.approx(min(nats.values()) / math.log(2) / scored.bytes, rel=1e-9)
+    assert result.xz == pytest.approx(8 * xz_bytes(scored.raw_bytes()) / scored.bytes, rel=1e-12)
+
+
+def test_results_are_kept_until_cap_split_or_shards_change(prepared, monkeypatch):
+    first = measure(prepared, 700)
+    (cache,) = (path for path in Path(prepared.folder).iterdir() if path.name == "yardsticks.json")
+    calls = []
+
+    def fresh(data, tokens):
+        calls.append(tokens)
+        return first
+
+    monkeypatch.setattr("hybrid.evaluate.yardsticks._measure", fresh)
+    assert measure(prepared, 700) == first
+    assert calls == []
+    measure(prepared, 701)
+    few = replace(prepared.sources["few"], validation=0.2)
+    measure(replace(prepared, sources={**prepared.sources, "few": few}), 700)
+    assert calls == [701, 700]
+    cache.write_text("{ damaged")
+    assert measure(prepared, 700) == first
+    assert len(calls) == 3
