@@ -6,6 +6,7 @@ later by the type of the field it fills.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Sequence
 from importlib import resources
@@ -228,6 +229,18 @@ def find(name: str | Path, folder: Path | None = None, asked_by: str | None = No
         return inside
     start = f"{asked_by}: " if asked_by else ""
     raise RecipeError(
-        [f"{start}no file {path} and no shipped recipe of that name; shipped: {', '.join(shipped())}"],
+        [
+            f"{start}no file {path} and no shipped recipe of that name{_nearest_file(path)}; "
+            f"shipped: {', '.join(shipped())}"
+        ],
         str(name),
     )
+
+
+def _nearest_file(path: Path) -> str:
+    """'; did you mean ...?' from the files beside `path`, those in ./recipes and the shipped recipes."""
+    beside = [file for folder in (path.parent, Path("recipes")) for file in sorted(folder.glob("*.[yj]*"))]
+    known = {name.rpartition("/")[2]: name for name in shipped()}
+    known |= {file.stem: str(file) for file in reversed(beside) if file.suffix in SUFFIXES}
+    near = difflib.get_close_matches(path.stem, known, n=1)
+    return f"; did you mean {known[near[0]]}?" if near else ""

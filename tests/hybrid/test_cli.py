@@ -121,12 +121,20 @@ def test_mistakes_give_one_message_and_code_2(arguments, message, capsys):
     assert "Traceback" not in shown.err
 
 
-def test_a_misspelt_recipe_names_the_nearest(capsys):
-    assert cli.main(["info", "quikstart"]) == 2
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [("mine/tinny.yaml", "mine/tiny.yaml"), ("quikstart", "recipes/quickstart.yaml"), ("q", None)],
+)
+def test_a_misspelt_recipe_names_the_nearest(tmp_path, capsys, monkeypatch, asked, found):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine/tiny.yaml", "recipes/quickstart.yaml"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    assert cli.main(["info", asked]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("hybrid: error: ")
-    assert "did you mean" in shown
-    assert "quickstart" in shown
+    assert f"no file {asked} " in shown
+    assert (f"did you mean {found}?" in shown) if found else ("did you mean" not in shown)
 
 
 class Unfit(ValueError):
