@@ -1,4 +1,4 @@
-"""Persistent pools of gloo ranks: processes started once per test session that run test functions together."""
+"""Persistent pools of gloo ranks: processes, started once per test session, that run functions together."""
 
 from __future__ import annotations
 
@@ -53,11 +53,13 @@ class RankPool:
         self._workers: list[Any] = []
         self._connections: list[Any] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = CALL_SECONDS, **kwargs: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = CALL_SECONDS, **kwargs: Any
+    ) -> list[Any]:
         """Call an importable `function` on every rank; returns their results in rank order.
 
-        Raises RankFailure with the tracebacks, or when a rank is silent for `timeout` seconds: then the pool is
-        killed, and started anew by the next call.
+        Raises RankFailure with the tracebacks, or when a rank is silent for `timeout` seconds: then the pool
+        is killed, and started anew by the next call.
         """
         if not self._workers:
             self._start()

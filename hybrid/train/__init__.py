@@ -1,1 +1,24 @@
-"""Training: the DeepSpeed engine, the loop, checkpoints and monitoring."""
+"""Training: `train(recipe)` goes from the first step, or the newest checkpoint, to the last."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .distributed import TrainError
+    from .loop import Summary, train
+
+__all__ = ["Summary", "TrainError", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `hybrid.runs` needs checkpoints, but not the whole trainer."""
+    if name in ("Summary", "train"):
+        from . import loop
+
+        return getattr(loop, name)
+    if name == "TrainError":
+        from .distributed import TrainError
+
+        return TrainError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

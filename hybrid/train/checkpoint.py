@@ -8,8 +8,9 @@
         trainer.json             where training stood, and with which recipe
         manifest.json            size and SHA-256 of every other file
 
-A tag is written as `step_...partial` and renamed when every byte is on disk, so a crash leaves the older ones as they
-were. A tag is never written twice: one that training passes again, having gone back, is set aside.
+A tag is written as `step_...partial` and renamed when every byte is on disk, so a crash leaves the older
+ones as they were. A tag is never written twice: one that training passes again, having gone back, is set
+aside.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,16 +81,15 @@ class Checkpoints:
         final = self.folder / tag_name(progress.step)
         partial = final.with_name(final.name + PARTIAL)
         try:
-            self._on_main(lambda: self._make_room(partial))
+            self.world.on_main(lambda: self._make_room(partial))
             engine.save(str(self.folder), partial.name)
             weights = engine.weights()
-            self._on_main(lambda: self._write_rest(partial, weights, progress, origin))
-            del weights
+            self.world.on_main(lambda: self._write_rest(partial, weights, progress, origin))
             sums = self._checksums(partial)
-            self._on_main(lambda: self._finish(partial, final, sums))
-        except OSError as error:
+            self.world.on_main(lambda: self._finish(partial, final, sums))
+        except (OSError, TrainError) as error:  # of this rank, or another's
             raise self._failed(partial, error) from error
-        self._on_main(self._prune)
+        self.world.on_main(self._prune)
         return final
 
     def find(self, resume: str) -> str | None:
@@ -133,12 +132,7 @@ class Checkpoints:
                     shutil.rmtree(aside, ignore_errors=True)
                     os.rename(self.folder / tag, aside)
 
-        self._on_main(rename)
-
-    def _on_main(self, work: Callable[[], None]) -> None:
-        with self.world.together():
-            if self.world.main:
-                work()
+        self.world.on_main(rename)
 
     def _make_room(self, partial: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -176,13 +170,13 @@ class Checkpoints:
         os.replace(temporary, self.folder / LATEST)
         sync(self.folder)
 
-    def _failed(self, partial: Path, error: OSError) -> TrainError:
+    def _failed(self, partial: Path, error: OSError | TrainError) -> TrainError:
         """Remove what was begun, to give its space back."""
         if self.world.main:
             shutil.rmtree(partial, ignore_errors=True)
         newest = tags_in(self.folder)[-1:]
         kept = f"the newest good checkpoint is {newest[0]}" if newest else "there is no earlier checkpoint"
-        reason = error.strerror or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         return TrainError(f"could not write checkpoint {self.folder / partial.stem}: {reason}; {kept}")
 
     def _prune(self) -> None:
@@ -212,8 +206,8 @@ class Checkpoints:
         if faults:
             self.world.agree(
                 TrainError(
-                    f"no checkpoint in {self.folder} is whole: {'; '.join(faults)}. Restore one, or start afresh "
-                    "with another train.output"
+                    f"no checkpoint in {self.folder} is whole: {'; '.join(faults)}. Restore one, or start "
+                    "afresh with another train.output"
                 )
             )
         if self.folder.is_dir() and list(self.folder.glob(f"*{PARTIAL}")):

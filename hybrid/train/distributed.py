@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -80,9 +80,8 @@ class World:
         for rank, text in enumerate(texts):
             if text:
                 said.setdefault(text, []).append(rank)
-        raise TrainError(
-            "; ".join(f"rank {', '.join(map(str, ranks))} of {self.size}: {text}" for text, ranks in said.items())
-        )
+        listed = [f"rank {', '.join(map(str, ranks))} of {self.size}: {text}" for text, ranks in said.items()]
+        raise TrainError("; ".join(listed))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -92,6 +91,27 @@ class World:
             yield
         except (ValueError, OSError) as error:
             problem = error
+        self.agree(problem)
+
+    def on_main(self, work: Callable[[], None], *, patient: bool = False) -> None:
+        """Let the main rank do something; all go on when it is done, or stop when it failed.
+
+        `patient`: the others wait for as long as it takes, not just COLLECTIVE_TIMEOUT.
+        """
+        if not patient or self.size == 1:
+            with self.together():
+                if self.main:
+                    work()
+            return
+        problem: Exception | None = None
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+        try:
+            if self.main:
+                work()
+        except (ValueError, OSError) as error:
+            problem = error
+        dist.barrier(group)
+        dist.destroy_process_group(group)
         self.agree(problem)
 
     def same(self, what: str, value: Any) -> None:
@@ -107,7 +127,8 @@ def start(threads: int | None = None) -> World:
     """Join the run's other processes, or be the only one; picks device and backend by what is there.
 
     Args:
-        threads: CPU threads of this process; None: torch's choice for one process, cores / processes for several.
+        threads: CPU threads of this process; None: torch's choice for one process, cores / processes for
+            several.
 
     Raises TrainError when the launcher's variables are incomplete, a GPU is missing or the port is busy.
     """
@@ -145,8 +166,8 @@ def _fill_in_single_process() -> None:
         missing = [name for name in LAUNCHER_VARIABLES if name not in present]
         if missing:
             raise TrainError(
-                f"the environment names {', '.join(present)} but not {', '.join(missing)}: start the processes "
-                "with `deepspeed --module hybrid train ...` or `torchrun -m hybrid train ...`, or unset them"
+                f"the environment names {', '.join(present)} but not {', '.join(missing)}: start the "
+                "processes with `deepspeed --module hybrid train` or `torchrun -m hybrid train`, or unset them"
             )
         return
     os.environ.update(
@@ -163,13 +184,15 @@ def _set_threads(threads: int | None, local_size: int) -> None:
 
 
 def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # said, DeepSpeed does not warn about it
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
     found = torch.cuda.device_count()
     if local_rank >= found:
         raise TrainError(
-            f"local rank {local_rank} has no GPU: {found} on this machine; start at most {found} processes here, "
-            "or set DS_ACCELERATOR=cpu"
+            f"local rank {local_rank} has no GPU: {found} on this machine; start at most {found} processes "
+            "here, or set DS_ACCELERATOR=cpu"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

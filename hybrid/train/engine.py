@@ -56,6 +56,8 @@ class Engine:
         )
         self.files = ShardFiles()
         self.deepspeed.checkpoint_engine = self.files
+        # The scripts DeepSpeed would copy into every checkpoint unpickle whatever they are given.
+        self.deepspeed._copy_recovery_script = lambda _: None
         if recipe.train.compile:
             self.deepspeed.compile()
 
@@ -112,10 +114,10 @@ class Engine:
             if self.world.main:
                 kept[name] = full.detach().to("cpu", torch.float32, copy=True).contiguous()
         if self.world.main:
-            persistent = self.model.state_dict(keep_vars=True) if self.stage < 3 else {}
             buffers = {name for name, _ in self.model.named_buffers()}
-            for name in persistent.keys() & buffers:
-                kept[name] = persistent[name].detach().cpu().clone().contiguous()
+            for name, value in self.model.state_dict(keep_vars=True).items():
+                if name in buffers:
+                    kept[name] = value.detach().cpu().clone().contiguous()
         return kept
 
     def save(self, folder: str, tag: str) -> None:
@@ -140,7 +142,7 @@ class Engine:
         self.deepspeed.destroy()
 
     def _clip_or_drop(self, norm: float) -> None:
-        """At stage 0 DeepSpeed applies any gradient, also nan; without one the optimizer leaves a weight alone."""
+        """At stage 0 DeepSpeed applies any gradient, nan too; without one the optimizer changes nothing."""
         if not math.isfinite(norm):
             self.deepspeed.zero_grad()
         elif self._section.clip:

@@ -2,8 +2,8 @@
 
 Only the main rank writes. metrics.jsonl is append-only, one JSON object a line with `step`, `run` (one id
 per start of the command) and values under the same names as in TensorBoard; after resuming an older step
-both versions of a step stay there, and `read_metrics` gives the later one. TensorBoard's files are cut back to the
-resumed step, so that a curve has one value per step whatever reads it.
+both versions of a step stay there, and `read_metrics` gives the later one. TensorBoard's files are cut back
+to the resumed step, so that a curve has one value per step whatever reads it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Monitor:
             self._events = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Record values of `step`; names are `group/name`. Values that are not finite are null in the JSON."""
+        """Record values of `step`; names are `group/name`. Not finite ones are null in the JSON."""
         if not self.main:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""How DeepSpeed's files are written and read: synced to disk, errors kept, nothing unpickled but what we name.
+"""How DeepSpeed's files are written and read: synced to disk, errors kept, unpickling only what we name.
 
 Imports deepspeed; imported by the engine only.
 """
@@ -21,8 +21,8 @@ KNOWN_CLASSES = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 class ShardFiles(TorchCheckpointEngine):
     """DeepSpeed's file layer.
 
-    A failing write must not raise inside `save_checkpoint`, where the other ranks wait at a barrier: the first
-    error is kept in `error` for the ranks to talk about afterwards.
+    A failing write must not raise inside `save_checkpoint`, where the other ranks wait at a barrier: the
+    first error is kept in `error` for the ranks to talk about afterwards.
     """
 
     def __init__(self) -> None:

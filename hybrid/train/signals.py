@@ -14,7 +14,7 @@ STOPPED_EXIT_CODE = 75
 class Signals:
     """While active, SIGTERM (save and stop) and SIGUSR1 (save and go on) only leave a note.
 
-    A signal reaches one rank; the loop spreads the notes with its per-step exchange, so all ranks act together.
+    A signal reaches one rank; the loop spreads the notes with its per-step exchange, so all act together.
     """
 
     def __init__(self) -> None:

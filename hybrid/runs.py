@@ -1,0 +1,51 @@
+"""A run directory, read from outside.
+
+RUN/
+  recipe.yaml         the resolved recipe; training from it alone repeats the run
+  environment.json    versions and kind of machine
+  tokenizer.model     a copy of the data's
+  metrics.jsonl       every logged value (hybrid.train.monitor.read_metrics)
+  tensorboard/        the same for TensorBoard
+  checkpoints/        step_00000100/ ... (hybrid.train.checkpoint)
+  samples.txt         continuations of train.prompts by the trained model
+  logs/               messages of DeepSpeed and torch, one file a process
+  lock                held while a process trains here
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid.train.checkpoint import newest_weights
+from hybrid.train.distributed import TrainError
+
+TOKENIZER = "tokenizer.model"
+
+if TYPE_CHECKING:
+    from hybrid.data import Tokenizer
+    from hybrid.model import HybridLM
+    from hybrid.schema import Recipe
+
+
+def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]:
+    """The model (fp32, on the CPU, newest weights), tokenizer and recipe of a run directory.
+
+    Raises TrainError when the folder is no run, or holds no whole checkpoint.
+    """
+    from safetensors.torch import load_file
+
+    from hybrid import recipe as recipes
+    from hybrid.data import Tokenizer
+    from hybrid.model import HybridLM
+
+    run = Path(path)
+    if not (run / "recipe.yaml").is_file():
+        raise TrainError(f"{run} is no run directory: it has no recipe.yaml")
+    recipe = recipes.load(run / "recipe.yaml")
+    weights = newest_weights(run)
+    tokenizer = Tokenizer.load(run / TOKENIZER)
+    model = HybridLM.from_recipe(recipe)
+    model.load_state_dict(load_file(weights))
+    return model, tokenizer, recipe

@@ -1,0 +1,452 @@
+"""Training a recipe from start, or from where it stopped, to its last step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import math
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybrid import recipe as recipes
+from hybrid.data import Loader, Tokenizer, ValidationSet, is_prepared, prepare
+from hybrid.model import HybridLM
+from hybrid.runs import TOKENIZER, load_run
+from hybrid.schema import Recipe
+
+from . import distributed, logs, monitor, resume, schedule, validation
+from .checkpoint import Checkpoints, Origin, Progress
+from .distributed import TrainError, World
+from .engine import Engine, Update
+from .run_directory import RunDirectory
+from .signals import STOPPED_EXIT_CODE, Signals
+
+if TYPE_CHECKING:
+    from hybrid.data import Batch
+
+UNCOUNTED = -100
+EVALUATED_WINDOWS = 8
+"""Windows of held-out text in one forward pass of a rank."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to."""
+
+    run: Path
+    steps: int
+    tokens: int
+    """Seen since the first step, over all processes."""
+    skipped: int
+    loss: float | None
+    """Training loss of the last step; None when this call had no step left to do."""
+    validation_loss: float
+    bits_per_byte_before: float
+    """On held-out text, before the first step."""
+    bits_per_byte: float
+    """The same after the last step."""
+    tokens_per_second: float
+    """Over this call's steps, validation and checkpoints left out."""
+    seconds: float
+    """This call, all in."""
+    peak_memory_bytes: int
+    """Of the process that needed most."""
+    samples: tuple[str, ...]
+    """train.prompts with their continuations."""
+
+
+def train(recipe: Recipe) -> Summary:
+    """Train as the recipe says, in this process and those that the launcher started with it.
+
+    Goes on from the newest whole checkpoint in `train.output` unless `train.resume` says otherwise; prepares
+    the data first when it is not there.
+
+    Raises:
+        TrainError, RecipeError, DataError: what stops it, on the main rank; SystemExit(2) on the others.
+        SystemExit(75): SIGTERM came; the state is saved, and the same command goes on from it.
+    """
+    begin = time.perf_counter()
+    recipe = copy.deepcopy(recipe)
+    world = distributed.start(recipe.train.threads)
+    world.same("the recipe", hashlib.sha256(recipes.to_yaml(recipe).encode()).hexdigest()[:12])
+    with world.together():
+        recipes.check(recipe, world.size)
+    folder = Path(recipe.train.output)
+    with contextlib.ExitStack() as stack:
+        directory = _open_directory(folder, world, stack)
+        stack.enter_context(logs.quiet(folder / "logs" / f"rank_{world.rank}.log"))
+        signals = stack.enter_context(Signals())
+        _prepare_data(recipe, world)
+        run = _Run(recipe, world, signals, directory, stack)
+        run.steps()
+        return run.finish(begin)
+
+
+def _open_directory(folder: Path, world: World, stack: contextlib.ExitStack) -> RunDirectory | None:
+    found: list[RunDirectory] = []
+    world.on_main(lambda: found.append(RunDirectory(folder)))
+    if not found:
+        return None
+    stack.callback(found[0].close)
+    return found[0]
+
+
+def _prepare_data(recipe: Recipe, world: World) -> None:
+    def work() -> None:
+        if not is_prepared(recipe.data):
+            print(f"preparing {recipe.data.folder}", flush=True)
+            print(prepare(recipe.data), flush=True)
+
+    world.on_main(work, patient=True)
+    with world.together():
+        if not is_prepared(recipe.data):
+            raise TrainError(f"sees no prepared data in {recipe.data.folder}: all processes need that folder")
+
+
+class _Run:
+    """One call of `train`: everything between the opened run directory and the summary."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        signals: Signals,
+        directory: RunDirectory | None,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.recipe, self.world, self.signals = recipe, world, signals
+        self.folder = Path(recipe.train.output)
+        self.geometry = recipes.batch_geometry(recipe, world.size)
+        with world.together():
+            self.tokenizer = Tokenizer.load(Path(recipe.data.folder) / TOKENIZER)
+            _set_vocabulary(recipe, self.tokenizer)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe.train.keep_last, world)
+        self.origin = Origin(
+            world.size, recipe.parallel.zero_stage, recipe.train.precision, self.tokenizer.fingerprint,
+            resume.plain(recipe),
+        )  # fmt: skip
+        tag = self.checkpoints.find(recipe.train.resume)
+        self.progress, told = self._read(tag)
+        if tag is not None:
+            self.checkpoints.set_newer_aside(self.progress.step)
+        if directory is not None:
+            directory.describe(recipe, world)
+            self.tokenizer.save(self.folder / TOKENIZER)
+        self.monitor = monitor.Monitor(self.folder, recipe.monitor, world.main, self.progress.step)
+        stack.callback(self.monitor.close)
+        for text in told:
+            self.monitor.say(f"changed since the checkpoint: {text}")
+        self.engine = self._build(tag)
+        stack.callback(self.engine.close)
+        self.loader = Loader(
+            recipe.data, seed=recipe.train.seed, sequences=self.geometry.micro_batch, rank=world.rank,
+            world=world.size, start_sample=self.progress.sample, lanes=recipe.train.batch_size,
+        )  # fmt: skip
+        self.held_out = ValidationSet(
+            recipe.data,
+            recipe.train.eval_tokens,
+            sequences=EVALUATED_WINDOWS,
+            rank=world.rank,
+            world=world.size,
+        )
+        self.pace = _Pace(recipe, self.engine, world)
+        self.last_loss: float | None = None
+        self.saved_step = self.progress.step if tag is not None else -1
+        self.scored_step, self.latest_score = -1, None
+
+    def _read(self, tag: str | None) -> tuple[Progress, list[str]]:
+        """Progress stored in a checkpoint and the recipe's changes since."""
+        if tag is None:
+            return Progress(), []
+        with self.world.together():
+            progress, origin = self.checkpoints.read(tag)
+            told = resume.check(origin, self.recipe, self.tokenizer.fingerprint, self.world.size)
+        if progress.step > self.recipe.train.steps:
+            words = f"{tag} is beyond train.steps={self.recipe.train.steps}: raise it, or resume an older tag"
+            self.world.agree(TrainError(words))
+        return progress, told
+
+    def _build(self, tag: str | None) -> Engine:
+        recipe = self.recipe
+        torch.manual_seed(recipe.train.seed)
+        with self.world.together():
+            model = HybridLM.from_recipe(recipe)
+            model.loss_chunk = recipe.train.loss_chunk
+            model.activation_checkpointing = recipe.train.activation_checkpointing
+            if tag is None and recipe.train.init_from:
+                source, fingerprint = recipe.train.init_from, self.tokenizer.fingerprint
+                self.monitor.say(resume.load_initial(model, source, fingerprint))
+        with logs.prints_to(self.folder / "logs" / f"rank_{self.world.rank}.log"):
+            engine = Engine(model, recipe, self.geometry, self.world)
+            if tag is not None:
+                engine.load(str(self.checkpoints.folder), tag)
+        if tag is not None:
+            self.monitor.say(f"going on from {self.checkpoints.folder / tag}")
+        return engine
+
+    # The loop
+
+    def steps(self) -> None:
+        """From where the run stands to its last step, or to a signal."""
+        train = self.recipe.train
+        if self.progress.step == 0:
+            self.progress.bits_per_byte_before = self._score().bits_per_byte
+        while self.progress.step < train.steps:
+            stop, save = self._step()
+            step = self.progress.step
+            if train.eval_every and step % train.eval_every == 0:
+                self._score()
+            if stop or save or step % train.checkpoint_every == 0 or step == train.steps:
+                self._save()
+            if stop and step < train.steps:
+                self.monitor.say(f"stopped by SIGTERM after step {step}; the same command goes on from there")
+                raise SystemExit(STOPPED_EXIT_CODE)
+
+    def _step(self) -> tuple[bool, bool]:
+        """One optimizer step; returns whether a rank was asked to stop, and to save."""
+        clock = time.perf_counter()
+        batches = [next(self.loader) for _ in range(self.geometry.accumulation)]
+        waited = time.perf_counter() - clock
+        counted = sum(int((batch.labels != UNCOUNTED).sum()) for batch in batches)
+        seen = sum(batch.ids.numel() for batch in batches)
+        facts = self.world.gather_numbers([counted, seen, self.signals.stop, self.signals.save])
+        stop, save = bool(facts[:, 2].any()), bool(facts[:, 3].any())
+        if save:
+            self.signals.save = False
+        rate = self.engine.set_rates(
+            schedule.rate_fraction(self.progress.step, self.recipe.train.steps, self.recipe.schedule)
+        )
+        ranks, update = self._forward_backward(batches, float(facts[:, 0].sum()), waited)
+        self.progress.step += 1
+        self.progress.sample += self.recipe.train.batch_size
+        self.progress.tokens += int(facts[:, 1].sum())
+        self._count_skipped(update, batches, ranks)
+        self.pace.add(time.perf_counter() - clock, float(ranks[:, 3].max()), int(facts[:, 1].sum()))
+        self._log(ranks, facts[:, 0], update, rate, batches[0])
+        return stop, save
+
+    def _forward_backward(self, batches: list[Batch], counted: float, waited: float) -> tuple[Tensor, Update]:
+        """All micro-batches of a step.
+
+        Each rank's and micro-batch's sum of token losses is weighted by (ranks * accumulation / counted
+        tokens of the step), which undoes DeepSpeed's means: the gradient is that of one large batch's mean,
+        however the tokens are spread. Returns every rank's `[loss sum, z sum, checksum of ids, seconds waited]`.
+        """
+        weight = self.world.size * len(batches) / max(1.0, counted)
+        z_loss, device = self.recipe.train.z_loss, self.world.device
+        loss, z, ids = torch.zeros((), dtype=torch.float64, device=device), 0.0, 0
+        ranks, update = None, None
+        for index, batch in enumerate(batches):
+            ids += _checksum(batch)
+            borders = None if batch.cu_seqlens is None else batch.cu_seqlens.to(device)
+            out = self.engine.forward(
+                batch.ids.to(device), cu_seqlens=borders, labels=batch.labels.to(device), z_loss=z_loss,
+                want_state=False,
+            )  # fmt: skip
+            loss, z = loss + out.total.detach(), z + out.z_total.detach()
+            objective = out.total + z_loss * out.z_total if z_loss else out.total
+            if index == len(batches) - 1:
+                ranks = self.world.gather_numbers([float(loss), float(z), float(ids % 2**32), waited])
+            poisoned = ranks is not None and not bool(ranks[:, 0].isfinite().all())
+            update = self.engine.backward(objective * weight, poisoned=poisoned)
+        assert ranks is not None
+        assert update is not None
+        return ranks, update
+
+    def _count_skipped(self, update: Update, batches: list[Batch], ranks: Tensor) -> None:
+        progress, limit = self.progress, self.recipe.train.max_skipped
+        if not update.skipped:
+            progress.skipped_in_a_row = 0
+            return
+        progress.skipped += 1
+        progress.skipped_in_a_row += 1
+        bad = (~ranks[:, 0].isfinite()).nonzero().flatten().tolist()
+        what = f"non-finite loss on rank {', '.join(map(str, bad))}" if bad else "non-finite gradient"
+        self.monitor.say(f"step {progress.step} skipped: {what}")
+        if progress.skipped_in_a_row <= limit:
+            return
+        where = self.world.gather([_describe(batch) for batch in batches])
+        chosen = [text for rank in bad or range(self.world.size) for text in where[rank]]
+        self.world.agree(
+            TrainError(
+                f"{progress.skipped_in_a_row} steps in a row were skipped (train.max_skipped={limit}), the "
+                f"last, step {progress.step}, for a {what}. It read: {'; '.join(chosen[:8])}"
+            )
+        )
+
+    def _log(self, ranks: Tensor, counted: Tensor, update: Update, rate: float, batch: Batch) -> None:
+        section, progress = self.recipe.monitor, self.progress
+        total = max(1.0, float(counted.sum()))
+        self.last_loss = float(ranks[:, 0].sum()) / total
+        if section.statistics_every and progress.step % section.statistics_every == 0:
+            self.monitor.write(progress.step, self._statistics(batch))
+        if progress.step % section.log_every and progress.step != self.recipe.train.steps:
+            return
+        each = ranks[:, 0] / counted.clamp(min=1)
+        values = {
+            "train/loss": self.last_loss,
+            "train/loss_largest": float(each.max()),
+            "train/learning_rate": rate,
+            "train/gradient_norm": update.norm,
+            "train/clip_factor": update.clip_factor,
+            "train/skipped": progress.skipped,
+            "train/tokens": progress.tokens,
+            "data/checksum": float(ranks[:, 2].sum() % 2**32),
+        }
+        if self.recipe.train.z_loss:
+            values["train/z"] = float(ranks[:, 1].sum()) / total
+        speed = self.pace.take()
+        self.monitor.write(progress.step, values | speed)
+        left = monitor.duration(self.pace.seconds_per_step * (self.recipe.train.steps - progress.step))
+        self.monitor.say(
+            f"step {progress.step}/{self.recipe.train.steps}  loss {self.last_loss:.4f}  "
+            f"{speed['speed/tokens_per_second']:,.0f} tokens/s  {left} left"
+        )
+
+    @torch.no_grad()
+    def _statistics(self, batch: Batch) -> dict[str, float]:
+        """The mixers' own numbers on the first window of a batch, by a forward pass of its own."""
+        length, device = self.recipe.data.context, self.world.device
+        borders = batch.cu_seqlens
+        if borders is not None:
+            borders = borders[borders <= length]
+            length, borders = int(borders[-1]), borders.to(device)
+        found: dict[str, Tensor] = {}
+        ids = batch.ids[:1, :length].to(device)
+        self.engine.model(ids, cu_seqlens=borders, want_state=False, statistics=found, labels=ids)
+        return {f"layers/{name}": float(value) for name, value in found.items()}
+
+    # Between the steps
+
+    def _score(self) -> validation.Score:
+        result = validation.score(self.engine.model, self.held_out, self.world)
+        self.scored_step, self.latest_score = self.progress.step, result
+        self.monitor.write(
+            self.progress.step,
+            {"validation/loss": result.loss, "validation/bits_per_byte": result.bits_per_byte},
+        )
+        self.monitor.say(
+            f"step {self.progress.step}: validation loss {result.loss:.4f}, "
+            f"{result.bits_per_byte:.4f} bits per byte"
+        )
+        return result
+
+    def _save(self) -> None:
+        if self.saved_step == self.progress.step:
+            return
+        self.world.on_main(self.monitor.flush)
+        with logs.prints_to(self.folder / "logs" / f"rank_{self.world.rank}.log"):
+            self.checkpoints.save(self.engine, self.progress, self.origin)
+        self.saved_step = self.progress.step
+
+    def finish(self, begin: float) -> Summary:
+        """Score, sample and sum up, after the last step's checkpoint."""
+        result = self.latest_score if self.scored_step == self.progress.step else self._score()
+        memory = self.world.gather_numbers([monitor.memory_bytes(self.world.device)])
+        samples: list[str] = []
+        self.world.on_main(lambda: samples.extend(self._sample()), patient=True)
+        before = self.progress.bits_per_byte_before
+        return Summary(
+            run=self.folder,
+            steps=self.progress.step,
+            tokens=self.progress.tokens,
+            skipped=self.progress.skipped,
+            loss=self.last_loss,
+            validation_loss=result.loss,
+            bits_per_byte_before=math.nan if before is None else before,
+            bits_per_byte=result.bits_per_byte,
+            tokens_per_second=self.pace.tokens_per_second,
+            seconds=time.perf_counter() - begin,
+            peak_memory_bytes=int(memory.max()),
+            samples=tuple(samples),
+        )
+
+    def _sample(self) -> list[str]:
+        """Continue train.prompts with the saved weights, whole in this process at any ZeRO stage."""
+        prompts, length = self.recipe.train.prompts, self.recipe.train.sample_tokens
+        if not prompts or not length:
+            return []
+        from hybrid.generate import generate
+
+        model, tokenizer, _ = load_run(self.folder)
+        model.to(self.world.device).eval()
+        found = generate(model, tokenizer, prompts, max_tokens=length, seed=self.recipe.train.seed)
+        texts = [prompt + one.text for prompt, one in zip(prompts, found, strict=True)]
+        (self.folder / "samples.txt").write_text("\n\n----\n\n".join(texts) + "\n", encoding="utf-8")
+        return texts
+
+
+class _Pace:
+    """How fast steps go."""
+
+    def __init__(self, recipe: Recipe, engine: Engine, world: World) -> None:
+        self._world = world
+        self._flops = engine.model.flops_per_token(recipe.data.context).training
+        peak = None
+        if world.main:
+            peak = monitor.peak_flops(recipe.monitor, world.device, recipe.train.precision)
+        self._peak = peak * world.size if peak else None
+        self._all = self._window = (0, 0.0, 0.0, 0)  # steps, seconds, seconds waited for data, tokens
+
+    def add(self, seconds: float, waited: float, tokens: int) -> None:
+        more = (1, seconds, waited, tokens)
+        self._all, self._window = (
+            tuple(a + b for a, b in zip(sums, more, strict=True)) for sums in (self._all, self._window)
+        )
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self._all[1] / max(1, self._all[0])
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self._all[3] / self._all[1] if self._all[1] else 0.0
+
+    def take(self) -> dict[str, float]:
+        """Values over the steps since the last call."""
+        steps, seconds, waited, tokens = self._window
+        self._window = (0, 0.0, 0.0, 0)
+        flops = self._flops * tokens / seconds
+        values = {
+            "speed/tokens_per_second": tokens / seconds,
+            "speed/step_seconds": seconds / steps,
+            "speed/data_wait": waited / seconds,
+            "speed/tflops": flops / 1e12,
+            "memory/peak_gib": monitor.memory_bytes(self._world.device) / 2**30,
+        }
+        if self._peak:
+            values["speed/utilisation"] = flops / self._peak
+        return values
+
+
+def _set_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Fill in model.vocab_size: the tokenizer's, rounded up to a multiple of 64."""
+    size = tokenizer.vocab_size
+    if recipe.model.vocab_size is None:
+        recipe.model.vocab_size = -(-size // 64) * 64
+    elif recipe.model.vocab_size < size:
+        raise TrainError(
+            f"model.vocab_size is {recipe.model.vocab_size}, but the tokenizer in {recipe.data.folder} has "
+            f"{size} ids"
+        )
+
+
+def _checksum(batch: Batch) -> int:
+    """Sum of the CRC-32s of the stretches of documents in a batch: over a step the same, however its windows
+    are spread over micro-batches and ranks."""
+    lengths = [segment.length for segment in batch.documents]
+    return sum(zlib.crc32(part.numpy().tobytes()) for part in batch.ids.flatten().split(lengths))
+
+
+def _describe(batch: Batch) -> str:
+    """Where a batch was read from."""
+    pieces = [f"{part.source}[{part.document}] from id {part.offset}" for part in batch.documents]
+    more = f" and {len(pieces) - 4} more" if len(pieces) > 4 else ""
+    return f"the windows from sample {batch.first_sample}, documents {', '.join(pieces[:4])}{more}"

@@ -1,0 +1,138 @@
+"""What may change between a checkpoint and the run that goes on from it, and starting from weights alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.schema import Recipe
+
+from .checkpoint import WEIGHTS, Origin, newest_weights
+from .distributed import TrainError
+
+FIXED = {
+    "model": None,
+    "data": ("sources", "context", "boundaries", "order"),
+    "optimizer": ("name", "mup_base_size"),
+    "train": ("batch_size", "seed", "precision", "z_loss"),
+}
+"""Keys that make it another run (None: the whole section)."""
+TOLD = ("optimizer", "schedule")
+"""Sections whose other keys may change, which is said on the terminal; the rest changes nothing learned."""
+PLACES = ("paths", "name")
+"""Where a source lies is free: the tokenizer and the prepared shards say what it holds."""
+
+
+def check(origin: Origin, recipe: Recipe, tokenizer: str, world_size: int) -> list[str]:
+    """Compare a checkpoint's origin with what is to go on from it; returns changes worth telling.
+
+    Raises TrainError naming every key that must not change.
+    """
+    stage = recipe.parallel.zero_stage
+    if origin.zero_stage != stage:
+        raise TrainError(
+            f"the checkpoint was written with parallel.zero_stage={origin.zero_stage} and the recipe says "
+            f"{stage}: go on with {origin.zero_stage}, or start from its weights alone with train.init_from "
+            "in another train.output"
+        )
+    if origin.world_size != world_size and stage > 0:
+        raise TrainError(
+            f"the checkpoint was written by {origin.world_size} processes and this run has {world_size}: "
+            f"with parallel.zero_stage={stage} every process keeps its part of the optimizer. Go on with "
+            f"{origin.world_size} processes, or start from its weights alone with train.init_from in another "
+            "train.output"
+        )
+    if origin.tokenizer != tokenizer:
+        raise TrainError(
+            f"the checkpoint's tokenizer has fingerprint {origin.tokenizer[:12]}, that of "
+            f"{recipe.data.folder} {tokenizer[:12]}: the data was prepared anew with another one"
+        )
+    changes = dict(_changes(origin.recipe, plain(recipe)))
+    refused = [text for key, text in changes.items() if _fixed(key)]
+    if refused:
+        raise TrainError(
+            "the recipe differs from the checkpoint's in what cannot change on the way: " + "; ".join(refused)
+            + ". Give another train.output, with train.init_from to start from its weights"
+        )  # fmt: skip
+    return [text for key, text in changes.items() if key[0] in TOLD]
+
+
+def plain(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as JSON would give it back."""
+    return _plain(dataclasses.asdict(recipe))
+
+
+def load_initial(model: nn.Module, path: str, tokenizer: str) -> str:
+    """Copy the weights at `path` into `model`; returns a line that says what was copied.
+
+    Args:
+        path: a run directory, or a folder with model.safetensors.
+        tokenizer: the fingerprint of this run's; a run directory must have the same.
+
+    Raises TrainError listing every missing, unexpected and differently shaped tensor.
+    """
+    from safetensors.torch import load_file
+
+    source = newest_weights(path)
+    _same_tokenizer(source.parent, tokenizer)
+    found = load_file(source)
+    wanted = model.state_dict()
+    faults = [f"missing: {name}" for name in wanted.keys() - found.keys()]
+    faults += [f"not in this model: {name}" for name in found.keys() - wanted.keys()]
+    faults += [
+        f"{name} is {_shape(found[name])} there and {_shape(wanted[name])} here"
+        for name in wanted.keys() & found.keys()
+        if found[name].shape != wanted[name].shape
+    ]
+    if faults:
+        listed = "".join(f"\n  - {fault}" for fault in sorted(faults))
+        raise TrainError(f"train.init_from={path}: the weights do not fit this recipe's model:{listed}")
+    with torch.no_grad():
+        model.load_state_dict(found)
+    return f"weights from {source}: {len(found)} tensors copied, none missing, none reshaped"
+
+
+def _same_tokenizer(folder: Path, tokenizer: str) -> None:
+    trainer = folder / "trainer.json"
+    if not trainer.is_file():
+        return
+    other = json.loads(trainer.read_text(encoding="utf-8"))["origin"]["tokenizer"]
+    if other != tokenizer:
+        raise TrainError(
+            f"train.init_from: the weights in {folder / WEIGHTS} were trained with another tokenizer "
+            f"(fingerprint {other[:12]}, this data's is {tokenizer[:12]}): set data.tokenizer to that one"
+        )
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "a scalar"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _changes(before: Any, after: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Leaf by leaf `key -> "section.key: old -> new"`."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in sorted(before.keys() | after.keys()):
+            yield from _changes(before.get(name), after.get(name), (*key, name))
+    elif before != after:
+        yield key, f"{'.'.join(key)}: {before!r} -> {after!r}"
+
+
+def _fixed(key: tuple[str, ...]) -> bool:
+    if key[0] not in FIXED or (key[-1] in PLACES and key[:2] == ("data", "sources")):
+        return False
+    names = FIXED[key[0]]
+    return names is None or key[1] in names

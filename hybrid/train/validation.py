@@ -1,0 +1,39 @@
+"""Loss and bits per byte on held-out text, during training."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from .distributed import World
+
+if TYPE_CHECKING:
+    from hybrid.data import ValidationSet
+
+
+class Score(NamedTuple):
+    loss: float
+    """Nats per counted token."""
+    bits_per_byte: float
+    """Nats of all counted tokens / (ln 2 * UTF-8 bytes of the scored text)."""
+    tokens: int
+
+
+@torch.no_grad()
+def score(model: nn.Module, held_out: ValidationSet, world: World) -> Score:
+    """Score the held-out text; `held_out` gives every rank its own batches, equally many, as a partitioned
+    model (ZeRO-3) needs."""
+    training = model.training
+    model.eval()
+    nats, tokens = 0.0, 0
+    for batch in held_out:
+        borders = None if batch.cu_seqlens is None else batch.cu_seqlens.to(world.device)
+        ids, labels = batch.ids.to(world.device), batch.labels.to(world.device)
+        loss = model(ids, cu_seqlens=borders, labels=labels, want_state=False)
+        nats, tokens = nats + float(loss.total), tokens + int(loss.tokens)
+    model.train(training)
+    nats, counted = world.gather_numbers([nats, tokens]).sum(0).tolist()
+    return Score(nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes), int(counted))
