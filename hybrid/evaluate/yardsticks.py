@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -98,14 +98,14 @@ def _key(folder: Path, data: DataSection, tokens: int | None) -> str:
     return hashlib.sha256((folder / "report.json").read_bytes() + facts.encode()).hexdigest()[:16]
 
 
-def _read_cache(path: Path) -> dict[str, dict[str, float]]:
+def _read_cache(path: Path) -> dict[str, dict[str, Any]]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):  # absent, or damaged and worth nothing
         return {}
 
 
-def _write_cache(path: Path, content: dict[str, dict[str, float]]) -> None:
+def _write_cache(path: Path, content: dict[str, dict[str, Any]]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(content, indent=1), encoding="utf-8")
     os.replace(part, path)

@@ -4,40 +4,16 @@ import pytest
 import torch
 
 from hybrid.generate import generate, prefill, select_rows
-from hybrid.layer_table import layer_specs
-from hybrid.model import HybridLM
-from hybrid.schema import ModelSection
 
+from .mini import EQUAL, ids, mini
 from .test_generate_sampling import Bytes
-
-EQUAL = 1e-4
-
-
-def mini(pattern="KWF", seed=0):
-    """One KVM, one sliding-window and one full layer; the window holds two chunks of 16, so state is read."""
-    section = ModelSection(
-        pattern=pattern,
-        hidden_size=64,
-        vocab_size=320,
-        defaults={"num_heads": 4, "num_kv_heads": 2, "window": 32, "chunk": 16, "window_chunks": 2},
-    )
-    torch.manual_seed(seed)
-    model = HybridLM(section, layer_specs(section))
-    with torch.no_grad():  # the paper's zero output projections would make every layer a no-op
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape)
-    return model.eval()
-
-
-def ids(count, seed=0, batch=1):
-    return torch.randint(4, 260, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 def positions(state):
     return [state.position, *[p for layer in state.layers for p in (layer.position, layer.mixer.position)]]
 
 
-def follow(model, prompt, steps, check_from=0):
+def follow(model, prompt, steps):
     """Decode greedily from `prompt` `[1, T]`, comparing each step's logits with reading everything again."""
     with torch.no_grad():
         logits, state = prefill(model, prompt)
