@@ -144,7 +144,7 @@ class ByteStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token):
-        return self._decoder.decode(bytes([token - 4]))
+        return self._decoder.decode(bytes([token - 4] if token >= 4 else []))
 
     def finish(self):
         return self._decoder.decode(b"", True)
