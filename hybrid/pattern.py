@@ -158,23 +158,3 @@ def _repeats(text: str, position: int, period: int) -> int:
     while text.startswith(unit, position + times * period):
         times += 1
     return times
-
-
-def alternating(main: str, other: str, every: int, depth: int, *, skip_connections: bool = False) -> str:
-    """Pattern of a model in which every `every`-th layer, beginning with layer 0, is `other`.
-
-    This is how the Key-Value Means paper's configs place their second mixer (`alt_layer_every`); 0 and
-    negative values mean none. Raises ValueError for the two cases its code reads in two ways.
-    """
-    if every == 1:
-        raise ValueError(
-            "an alternate layer every 1 layers has no single meaning: the source builds the main mixer "
-            "everywhere but runs every layer as the alternate one; write the pattern out"
-        )
-    half = depth // 2
-    if every > 1 and skip_connections and half % every:
-        raise ValueError(
-            f"with skip connections the second half of the {depth} layers counts from 0 again, and {half} "
-            f"layers are not a multiple of the period {every}; write the pattern out"
-        )
-    return compress([other if every > 1 and layer % every == 0 else main for layer in range(depth)])

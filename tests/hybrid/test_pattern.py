@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid.pattern import DEFAULT_LETTERS, PatternError, alternating, compress, expand
+from hybrid.pattern import DEFAULT_LETTERS, PatternError, compress, expand
 
 
 @pytest.mark.parametrize(
@@ -105,25 +105,6 @@ def test_compressing_a_pattern_keeps_its_layers(pattern):
 @pytest.mark.parametrize("pattern", ["(R3K)6", "K12", "(KFW)100", "W(K2F)3W2", "K4096"])
 def test_regular_patterns_compress_to_the_short_form(pattern):
     assert compress(expand(pattern)) == pattern
-
-
-@pytest.mark.parametrize("skip_connections", [False, True])
-@pytest.mark.parametrize(
-    ("every", "pattern"), [(-1, "K12"), (0, "K12"), (2, "(WK)6"), (3, "(WK2)4"), (6, "(WK5)2")]
-)
-def test_alternation_by_period_begins_with_layer_0(every, pattern, skip_connections):
-    """T044"""
-    assert alternating("K", "W", every, 12, skip_connections=skip_connections) == pattern
-
-
-def test_alternation_with_two_readings_is_refused():
-    """T044"""
-    for skip_connections in (False, True):
-        with pytest.raises(ValueError, match="every 1 layers has no single meaning"):
-            alternating("K", "W", 1, 12, skip_connections=skip_connections)
-    assert alternating("K", "W", 5, 12) == "(WK4)2WK"
-    with pytest.raises(ValueError, match="6 layers are not a multiple of the period 5"):
-        alternating("K", "W", 5, 12, skip_connections=True)
 
 
 def test_default_letters_are_capitals():

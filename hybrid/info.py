@@ -1,0 +1,211 @@
+"""`hybrid info`: what a recipe amounts to, computed on torch's meta device, without any weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .pattern import compress
+from .recipe import Geometry, batch_geometry
+from .schema import Recipe
+
+if TYPE_CHECKING:
+    from .layer_table import LayerSpec
+    from .model import HybridLM
+
+CONTEXTS = {"1k": 1024, "8k": 8 * 1024, "64k": 64 * 1024, "1M": 1024 * 1024}
+"""Context lengths of the FLOPs and state table."""
+
+
+class Memory(NamedTuple):
+    """Estimated bytes per process."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def describe(recipe: Recipe, processes: int = 1) -> str:
+    """The whole report as text.
+
+    Raises:
+        RecipeError: the batch does not divide over `processes`.
+    """
+    geometry = batch_geometry(recipe, processes)
+    model = meta_model(recipe)
+    parts = [
+        layer_table(model.layers),
+        _parameters(model, recipe),
+        _costs(model, recipe),
+        _batch(model, recipe, geometry),
+        _memory(model, recipe, geometry),
+    ]
+    return "\n\n".join(parts)
+
+
+def meta_model(recipe: Recipe) -> HybridLM:
+    """The recipe's model without storage. An open vocabulary size is taken from `data.vocab_size`."""
+    import torch
+
+    from .model import HybridLM
+
+    if recipe.model.vocab_size is None:
+        size = -(-recipe.data.vocab_size // 64) * 64
+        recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vocab_size=size))
+    with torch.device("meta"):
+        return HybridLM.from_recipe(recipe)
+
+
+def layer_table(layers: list[LayerSpec]) -> str:
+    """One row per letter: which layers it has, its kind, and the options that are not the kind's default."""
+    spans: dict[str, list[str]] = {}
+    specs = {spec.letter: spec for spec in layers}
+    first = 0
+    for letter, run in groupby(spec.letter for spec in layers):
+        last = first + len(list(run)) - 1
+        spans.setdefault(letter, []).append(str(first) if first == last else f"{first}-{last}")
+        first = last + 1
+    rows = [["letter", "kind", "count", "layers", "options"]]
+    for letter, places in spans.items():
+        count = sum(spec.letter == letter for spec in layers)
+        shown = places if len(places) <= 8 else [*places[:5], "...", places[-1]]
+        options = _set_options(specs[letter].options)
+        rows.append([letter, specs[letter].kind, str(count), ", ".join(shown), options])
+    title = f"{_count(len(layers), 'layer')}: {compress([spec.letter for spec in layers])}"
+    return title + "\n" + _columns(rows, left={0, 1, 3, 4})
+
+
+def _set_options(options: Any) -> str:
+    shown = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if value != default:
+            shown.append(f"{field.name}={value}")
+    return " ".join(shown) or "(defaults)"
+
+
+def _parameters(model: HybridLM, recipe: Recipe) -> str:
+    parts = model.parameter_parts()
+    total = sum(parts.values())
+    rows = [[name, f"{count:,}", f"{count / total:.1%}"] for name, count in parts.items()]
+    size = model.embedding.weight.shape[0]
+    note = "" if recipe.model.vocab_size else " (from data.vocab_size; the tokenizer decides)"
+    title = f"Parameters, with a vocabulary of {size:,}{note}"
+    return title + "\n" + _columns([*rows, ["total", f"{total:,}", ""]], left={0})
+
+
+def _costs(model: HybridLM, recipe: Recipe) -> str:
+    element = 2 if recipe.train.precision == "bf16" else 4
+    rows = [["context", "training FLOPs/token", "decoding FLOPs/token", "state"]]
+    for name, length in CONTEXTS.items():
+        training = model.flops_per_token(length).training
+        decoding = model.flops_at(length - 1).forward
+        state = model.state_bytes(length, element)
+        rows.append([name, flops(training), flops(decoding), size(state)])
+    title = (
+        f"FLOPs per token (training: forward and backward, mean over the context; decoding: the last token) "
+        f"and state per sequence ({recipe.train.precision})"
+    )
+    return title + "\n" + _columns(rows)
+
+
+def _batch(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+    train, context = recipe.train, recipe.data.context
+    tokens = train.batch_size * context
+    total = tokens * train.steps
+    parameters = sum(model.parameter_parts().values())
+    work = model.flops_per_token(context).training * total
+    lines = [
+        f"{_count(geometry.world_size, 'process', 'es')} / {recipe.parallel.sequence} per sequence = "
+        f"{geometry.data_parallel} data-parallel",
+        f"{train.batch_size} sequences = {geometry.data_parallel} data-parallel x {geometry.micro_batch} "
+        f"micro-batch x {geometry.accumulation} accumulation",
+        f"{train.batch_size} sequences x {context:,} tokens = {tokens:,} tokens a step",
+        f"{tokens:,} x {train.steps:,} steps = {total:,} tokens ({total / parameters:.3g} per parameter), "
+        f"{flops(work)}FLOPs in all",
+    ]
+    return "Batch\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _memory(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+    rows = [["ZeRO", "weights", "gradients", "optimizer", "activations", "total"]]
+    for stage in range(4):
+        name = f"stage {stage}" + (" *" if stage == recipe.parallel.zero_stage else "")
+        if stage == 0 and recipe.train.precision == "bf16":
+            rows.append([name, "not offered with bf16", "", "", "", ""])
+            continue
+        memory = memory_estimate(model, recipe, geometry, stage)
+        rows.append([name, *map(size, memory), size(memory.total)])
+    title = "Memory per process, estimated (activations roughly; * the recipe's stage)"
+    return title + "\n" + _columns(rows, left={0})
+
+
+def memory_estimate(model: HybridLM, recipe: Recipe, geometry: Geometry, stage: int) -> Memory:
+    """Bytes per process at a ZeRO stage, without fragmentation and communication buffers.
+
+    Gradients are accumulated in fp32. Stages 1 and up keep their part of fp32 master weights beside AdamW's
+    two moments. Activations: about 13 vectors of hidden size and 3 of the feed-forward's width a token and
+    block (one per block and one whole block with activation checkpointing), and fp32 logits of one chunk
+    with their gradient.
+    """
+    parameters = sum(model.parameter_parts().values())
+    element = 2 if recipe.train.precision == "bf16" else 4
+    ranks = geometry.world_size
+    moments = 8 if recipe.optimizer.name == "adamw" else 0
+    weights = element * parameters / (ranks if stage >= 3 else 1)
+    gradients = 4 * parameters / (ranks if stage >= 2 else 1)
+    optimizer = (moments + 4) * parameters / ranks if stage >= 1 else moments * parameters
+    return Memory(weights, gradients, optimizer, _activations(model, recipe, geometry, element))
+
+
+def _activations(model: HybridLM, recipe: Recipe, geometry: Geometry, element: int) -> float:
+    tokens = geometry.micro_batch * recipe.data.context
+    hidden, blocks = recipe.model.hidden_size, len(model.layers)
+    block = 13 * hidden + 3 * model.blocks[0].ffn.c_fc.out_features
+    kept = blocks * hidden + block if recipe.train.activation_checkpointing else blocks * block
+    logits = 2 * 4 * min(tokens, recipe.train.loss_chunk) * model.embedding.weight.shape[0]
+    return tokens * kept * element + logits
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" + (plural if number != 1 else "")
+
+
+def flops(count: float) -> str:
+    """`1.23 G`"""
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if abs(count) < 1000 or unit == "E":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"
+
+
+def size(count: float) -> str:
+    """`1.23 MiB`"""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.4g} {unit}"
+
+
+def _columns(rows: list[list[str]], left: set[int] = frozenset()) -> str:
+    """Rows of cells with aligned columns; those in `left` flush left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
