@@ -171,6 +171,10 @@ def _agreements(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("schedule", "warmup_steps"), words)
     if not re.fullmatch(r"[\w.-]+", str(train.resume)):
         yield Problem(("train", "resume"), f"is {train.resume!r}; allowed: auto, never, or a tag's name")
+    expansion, hidden = recipe.model.ffn_expansion, recipe.model.hidden_size
+    if int(expansion * hidden) < 32 and recipe.model.ffn_size is None:
+        words = f"is {expansion}: fewer than 32 features at hidden size {hidden}; give model.ffn_size"
+        yield Problem(("model", "ffn_expansion"), words)
     yield from _sources(recipe)
 
 

@@ -1,0 +1,155 @@
+"""`hybrid info` on every shipped recipe, and its numbers against hand computation for a small one."""
+
+import pytest
+from hybrid.layers.norms import NORMS
+
+from hybrid.block import FEED_FORWARDS
+from hybrid.info import CONTEXTS, describe, layer_table, memory_estimate, meta_model
+from hybrid.initialise import INITS
+from hybrid.recipe import RecipeError, batch_geometry, layer_specs, load, save, shipped, to_yaml
+from hybrid.recipe_check import CHOICES
+
+SMALL = """\
+model:
+  pattern: WFW
+  hidden_size: 64
+  vocab_size: 320
+  ffn_token_shift: false
+  layers: {W: {kind: sliding_window, window: 24}}
+  defaults: {num_heads: 2, token_shift: false, value_residual: false}
+data: {folder: data, sources: {text: {paths: [text.txt]}}, context: 128}
+optimizer: {lr: 1e-3}
+train: {output: run, steps: 50, batch_size: 8, micro_batch_size: 2}
+"""
+
+# One mixer: q, k, v and output maps of 64 x 64, two norms of 32 weights and 32 biases
+MIXER = 4 * 64 * 64 + 2 * 2 * 32
+FFN = 2 * 64 * 256
+NORM = 2 * 64
+TOTAL = 2 * 320 * 64 + 3 * (MIXER + FFN) + (2 + 2 * 3) * NORM
+# 2 FLOPs per multiply-add of one token through all matrices but the embedding
+MATRICES = 2 * (3 * (4 * 64 * 64 + FFN) + 320 * 64)
+PER_KEY = 2 * 2 * 64  # query-key products and weighted values, both heads
+
+
+@pytest.fixture
+def small(tmp_path):
+    (tmp_path / "small.yaml").write_text(SMALL)
+    return load(tmp_path / "small.yaml")
+
+
+def test_parameters_by_part(small):
+    assert meta_model(small).parameter_parts() == {
+        "embedding": 320 * 64,
+        "mixer sliding_window": 2 * MIXER,
+        "mixer full": MIXER,
+        "feed-forward": 3 * FFN,
+        "norms": 8 * NORM,
+        "head": 320 * 64,
+    }
+    assert f"{TOTAL:,}" in describe(small)
+
+
+@pytest.mark.parametrize("length", CONTEXTS.values())
+def test_flops_and_state_at_each_context(small, length):
+    model = meta_model(small)
+    assert model.flops_at(length - 1).forward == MATRICES + PER_KEY * (length + 2 * 24)
+    window = (24 * 25 / 2 + (length - 24) * 24) / length
+    mean = MATRICES + PER_KEY * ((length + 1) / 2 + 2 * window)
+    assert model.flops_per_token(length).training == pytest.approx(3 * mean, rel=1e-12)
+    # a sliding window keeps what the next token can see beside itself
+    assert model.state_bytes(length, 4) == 4 * 2 * 64 * (length + 2 * 23)
+    assert model.state_bytes(length, 2) == 2 * 2 * 64 * (length + 2 * 23)
+
+
+def test_the_report_shows_these_numbers(small):
+    lines = [" ".join(line.split()) for line in describe(small, 2).splitlines()]
+    assert lines[0] == "3 layers: WFW"
+    assert "W sliding_window 2 0, 2 num_heads=2 token_shift=False value_residual=False window=24" in lines
+    assert "F full 1 1 num_heads=2 token_shift=False value_residual=False" in lines
+    decode = MATRICES + PER_KEY * (8192 + 48)
+    assert any(line.startswith("8k ") and f"{decode / 1e6:.3g} M" in line for line in lines)
+    assert any(
+        line.startswith("1k ") and f"{4 * 2 * 64 * (1024 + 46) / 1024:.4g} KiB" in line for line in lines
+    )
+    assert "2 processes / 1 per sequence = 2 data-parallel" in lines
+    assert "8 sequences = 2 data-parallel x 2 micro-batch x 2 accumulation" in lines
+    assert "8 sequences x 128 tokens = 1,024 tokens a step" in lines
+    assert any(line.startswith("1,024 x 50 steps = 51,200 tokens") for line in lines)
+
+
+def test_memory_is_shared_as_each_zero_stage_shares_it(small):
+    model, geometry = meta_model(small), batch_geometry(small, 4)
+    stages = [memory_estimate(model, small, geometry, stage)[:3] for stage in range(4)]
+    assert stages == [
+        (4 * TOTAL, 4 * TOTAL, 8 * TOTAL),
+        (4 * TOTAL, 4 * TOTAL, 12 * TOTAL / 4),
+        (4 * TOTAL, 4 * TOTAL / 4, 12 * TOTAL / 4),
+        (4 * TOTAL / 4, 4 * TOTAL / 4, 12 * TOTAL / 4),
+    ]
+    small.train.precision = "bf16"
+    assert memory_estimate(model, small, geometry, 1)[:3] == (2 * TOTAL, 4 * TOTAL, 12 * TOTAL / 4)
+    small.optimizer.name = "sgd"
+    assert memory_estimate(model, small, geometry, 1).optimizer == 4 * TOTAL / 4
+
+
+def test_activations_are_lower_with_checkpointing(small):
+    model, geometry = meta_model(small), batch_geometry(small, 1)
+    whole = memory_estimate(model, small, geometry, 1).activations
+    small.train.activation_checkpointing = True
+    tokens, block = 2 * 128, 13 * 64 + 3 * 256
+    logits = 2 * 4 * tokens * 320
+    assert whole == tokens * 3 * block * 4 + logits
+    assert memory_estimate(model, small, geometry, 1).activations == tokens * (3 * 64 + block) * 4 + logits
+
+
+def test_an_open_vocabulary_is_taken_from_the_data_and_said_to_be(small):
+    small.model.vocab_size, small.data.vocab_size = None, 1000
+    text = describe(small)
+    assert "vocabulary of 1,024 (from data.vocab_size; the tokenizer decides)" in text
+    assert small.model.vocab_size is None
+
+
+def test_a_batch_that_does_not_divide_is_refused(small):
+    with pytest.raises(RecipeError, match="3 x 2 = 6"):
+        describe(small, 3)
+
+
+def test_layers_far_apart_share_a_row(small):
+    small.model.pattern, small.model.depth, small.model.expanded = "(W2F)20", None, None
+    text = layer_table(layer_specs(small.model))
+    assert text.splitlines()[0] == "60 layers: (W2F)20"
+    assert "2, 5, 8, 11, 14, ..., 59" in text
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_recipe_loads_is_described_and_survives_saving(name, tmp_path):
+    recipe = load(name)
+    text = describe(recipe, recipe.train.batch_size // (recipe.train.micro_batch_size or 1))
+    assert f"{recipe.model.depth} layers" in text
+    save(recipe, tmp_path / "again.yaml")
+    assert load(tmp_path / "again.yaml") == recipe
+    assert recipe.train.output.endswith(name.removeprefix("paper/"))
+    assert to_yaml(recipe).count("kind:") == len(set(recipe.model.expanded) | set(recipe.model.layers))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "letters"),
+    [
+        ("paper/kvm_fixed256_120m", 163e6, "K" * 12),
+        ("paper/kvm_sqrt16_350m", 407e6, "K" * 24),
+        ("paper/kvm_swa_saturate1024_120m", 163e6, "WK" * 6),
+    ],
+)
+def test_paper_recipes_have_the_papers_sizes(name, parameters, letters):
+    recipe = load(name)
+    assert "".join(recipe.model.expanded) == letters
+    # the paper counts without the embedding: 120M and 350M
+    assert sum(meta_model(recipe).parameter_parts().values()) == pytest.approx(parameters, rel=0.01)
+    assert recipe.train.batch_size * recipe.data.context == 524288
+
+
+def test_allowed_words_are_those_of_the_code():
+    assert CHOICES["model.feed_forward"] == tuple(FEED_FORWARDS)
+    assert set(CHOICES["model.norm"]) == set(NORMS)
+    assert set(CHOICES["model.init"]) == set(INITS)
