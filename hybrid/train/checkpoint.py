@@ -196,7 +196,7 @@ class Checkpoints:
             self.world.agree(TrainError(f"checkpoint {self.folder / tag} is damaged: {fault}"))
 
     def _newest_whole(self, tags: list[str]) -> str | None:
-        faults = []
+        faults: list[str] = []
         for tag in reversed(tags):
             fault = self._fault(tag)
             if fault is None:
@@ -220,7 +220,8 @@ class Checkpoints:
 
     def _fault(self, tag: str) -> str | None:
         """Why a tag cannot be used; the same answer on every rank."""
-        sums, fault = None, None
+        sums: dict[str, dict[str, Any]] = {}
+        fault = None
         try:
             sums = json.loads((self.folder / tag / MANIFEST).read_text(encoding="utf-8"))["files"]
         except FileNotFoundError:

@@ -167,7 +167,8 @@ def _fill_in_single_process() -> None:
         if missing:
             raise TrainError(
                 f"the environment names {', '.join(present)} but not {', '.join(missing)}: start the "
-                "processes with `deepspeed --module hybrid train` or `torchrun -m hybrid train`, or unset them"
+                "processes with `deepspeed --module hybrid train` or `torchrun -m hybrid train`, or unset "
+                "them"
             )
         return
     os.environ.update(

@@ -38,7 +38,8 @@ class Update:
 class Engine:
     """A model under DeepSpeed. Every method is called by all ranks."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, geometry: Geometry, world: World) -> None:
+    def __init__(self, model: Any, recipe: Recipe, geometry: Geometry, world: World) -> None:
+        """`model` is a HybridLM, or a module with `no_decay()` like its."""
         import deepspeed
 
         from .shards import ShardFiles
@@ -62,8 +63,8 @@ class Engine:
             self.deepspeed.compile()
 
     @property
-    def model(self) -> nn.Module:
-        """The model itself, for evaluation; under ZeRO-3 its parameters exist only inside a forward pass."""
+    def model(self) -> Any:
+        """The module itself, for evaluation; under ZeRO-3 its parameters exist only inside a forward pass."""
         return self.deepspeed.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

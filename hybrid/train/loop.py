@@ -7,7 +7,6 @@ import copy
 import hashlib
 import math
 import time
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,17 +20,18 @@ from hybrid.model import HybridLM
 from hybrid.runs import TOKENIZER, load_run
 from hybrid.schema import Recipe
 
-from . import distributed, logs, monitor, resume, schedule, validation
+from . import distributed, logs, monitor, resume, schedule, step, validation
 from .checkpoint import Checkpoints, Origin, Progress
 from .distributed import TrainError, World
-from .engine import Engine, Update
+from .engine import Engine
+from .pace import Pace
 from .run_directory import RunDirectory
 from .signals import STOPPED_EXIT_CODE, Signals
+from .step import Step
 
 if TYPE_CHECKING:
     from hybrid.data import Batch
 
-UNCOUNTED = -100
 EVALUATED_WINDOWS = 8
 """Windows of held-out text in one forward pass of a rank."""
 
@@ -156,10 +156,11 @@ class _Run:
             rank=world.rank,
             world=world.size,
         )
-        self.pace = _Pace(recipe, self.engine, world)
+        flops = self.engine.model.flops_per_token(recipe.data.context).training
+        self.pace = Pace(recipe, flops, world)
         self.last_loss: float | None = None
         self.saved_step = self.progress.step if tag is not None else -1
-        self.scored_step, self.latest_score = -1, None
+        self.scored: tuple[int, validation.Score] | None = None
 
     def _read(self, tag: str | None) -> tuple[Progress, list[str]]:
         """Progress stored in a checkpoint and the recipe's changes since."""
@@ -199,114 +200,80 @@ class _Run:
         if self.progress.step == 0:
             self.progress.bits_per_byte_before = self._score().bits_per_byte
         while self.progress.step < train.steps:
-            stop, save = self._step()
-            step = self.progress.step
-            if train.eval_every and step % train.eval_every == 0:
+            done, number = self._step(), self.progress.step
+            if train.eval_every and number % train.eval_every == 0:
                 self._score()
-            if stop or save or step % train.checkpoint_every == 0 or step == train.steps:
+            if done.stop or done.save or number % train.checkpoint_every == 0 or number == train.steps:
                 self._save()
-            if stop and step < train.steps:
-                self.monitor.say(f"stopped by SIGTERM after step {step}; the same command goes on from there")
+            if done.stop and number < train.steps:
+                self.monitor.say(
+                    f"stopped by SIGTERM after step {number}; the same command goes on from there"
+                )
                 raise SystemExit(STOPPED_EXIT_CODE)
 
-    def _step(self) -> tuple[bool, bool]:
-        """One optimizer step; returns whether a rank was asked to stop, and to save."""
-        clock = time.perf_counter()
+    def _step(self) -> Step:
+        """One optimizer step, counted and logged."""
+        recipe, progress = self.recipe, self.progress
+        begin = time.perf_counter()
         batches = [next(self.loader) for _ in range(self.geometry.accumulation)]
-        waited = time.perf_counter() - clock
-        counted = sum(int((batch.labels != UNCOUNTED).sum()) for batch in batches)
-        seen = sum(batch.ids.numel() for batch in batches)
-        facts = self.world.gather_numbers([counted, seen, self.signals.stop, self.signals.save])
-        stop, save = bool(facts[:, 2].any()), bool(facts[:, 3].any())
-        if save:
-            self.signals.save = False
-        rate = self.engine.set_rates(
-            schedule.rate_fraction(self.progress.step, self.recipe.train.steps, self.recipe.schedule)
+        waited = time.perf_counter() - begin
+        fraction = schedule.rate_fraction(progress.step, recipe.train.steps, recipe.schedule)
+        rate = self.engine.set_rates(fraction)
+        done = step.take(
+            self.engine, self.world, batches, self.signals, z_loss=recipe.train.z_loss, waited=waited
         )
-        ranks, update = self._forward_backward(batches, float(facts[:, 0].sum()), waited)
-        self.progress.step += 1
-        self.progress.sample += self.recipe.train.batch_size
-        self.progress.tokens += int(facts[:, 1].sum())
-        self._count_skipped(update, batches, ranks)
-        self.pace.add(time.perf_counter() - clock, float(ranks[:, 3].max()), int(facts[:, 1].sum()))
-        self._log(ranks, facts[:, 0], update, rate, batches[0])
-        return stop, save
+        progress.step += 1
+        progress.sample += recipe.train.batch_size
+        progress.tokens += done.tokens
+        self._count_skipped(done)
+        self.pace.add(time.perf_counter() - begin, done.waited, done.tokens)
+        self.last_loss = done.loss
+        self._log(done, rate)
+        return done
 
-    def _forward_backward(self, batches: list[Batch], counted: float, waited: float) -> tuple[Tensor, Update]:
-        """All micro-batches of a step.
-
-        Each rank's and micro-batch's sum of token losses is weighted by (ranks * accumulation / counted
-        tokens of the step), which undoes DeepSpeed's means: the gradient is that of one large batch's mean,
-        however the tokens are spread. Returns every rank's `[loss sum, z sum, checksum of ids, seconds waited]`.
-        """
-        weight = self.world.size * len(batches) / max(1.0, counted)
-        z_loss, device = self.recipe.train.z_loss, self.world.device
-        loss, z, ids = torch.zeros((), dtype=torch.float64, device=device), 0.0, 0
-        ranks, update = None, None
-        for index, batch in enumerate(batches):
-            ids += _checksum(batch)
-            borders = None if batch.cu_seqlens is None else batch.cu_seqlens.to(device)
-            out = self.engine.forward(
-                batch.ids.to(device), cu_seqlens=borders, labels=batch.labels.to(device), z_loss=z_loss,
-                want_state=False,
-            )  # fmt: skip
-            loss, z = loss + out.total.detach(), z + out.z_total.detach()
-            objective = out.total + z_loss * out.z_total if z_loss else out.total
-            if index == len(batches) - 1:
-                ranks = self.world.gather_numbers([float(loss), float(z), float(ids % 2**32), waited])
-            poisoned = ranks is not None and not bool(ranks[:, 0].isfinite().all())
-            update = self.engine.backward(objective * weight, poisoned=poisoned)
-        assert ranks is not None
-        assert update is not None
-        return ranks, update
-
-    def _count_skipped(self, update: Update, batches: list[Batch], ranks: Tensor) -> None:
+    def _count_skipped(self, done: Step) -> None:
         progress, limit = self.progress, self.recipe.train.max_skipped
-        if not update.skipped:
+        if not done.update.skipped:
             progress.skipped_in_a_row = 0
             return
         progress.skipped += 1
         progress.skipped_in_a_row += 1
-        bad = (~ranks[:, 0].isfinite()).nonzero().flatten().tolist()
+        bad = done.bad_ranks
         what = f"non-finite loss on rank {', '.join(map(str, bad))}" if bad else "non-finite gradient"
         self.monitor.say(f"step {progress.step} skipped: {what}")
         if progress.skipped_in_a_row <= limit:
             return
-        where = self.world.gather([_describe(batch) for batch in batches])
+        where = self.world.gather([step.describe(batch) for batch in done.batches])
         chosen = [text for rank in bad or range(self.world.size) for text in where[rank]]
         self.world.agree(
             TrainError(
                 f"{progress.skipped_in_a_row} steps in a row were skipped (train.max_skipped={limit}), the "
-                f"last, step {progress.step}, for a {what}. It read: {'; '.join(chosen[:8])}"
+                f"last, step {progress.step}, for a {what}. It read {'; '.join(chosen[:8])}"
             )
         )
 
-    def _log(self, ranks: Tensor, counted: Tensor, update: Update, rate: float, batch: Batch) -> None:
-        section, progress = self.recipe.monitor, self.progress
-        total = max(1.0, float(counted.sum()))
-        self.last_loss = float(ranks[:, 0].sum()) / total
+    def _log(self, done: Step, rate: float) -> None:
+        section, progress, steps = self.recipe.monitor, self.progress, self.recipe.train.steps
         if section.statistics_every and progress.step % section.statistics_every == 0:
-            self.monitor.write(progress.step, self._statistics(batch))
-        if progress.step % section.log_every and progress.step != self.recipe.train.steps:
+            self.monitor.write(progress.step, self._statistics(done.batches[0]))
+        if progress.step % section.log_every and progress.step != steps:
             return
-        each = ranks[:, 0] / counted.clamp(min=1)
         values = {
-            "train/loss": self.last_loss,
-            "train/loss_largest": float(each.max()),
+            "train/loss": done.loss,
+            "train/loss_largest": done.loss_largest,
             "train/learning_rate": rate,
-            "train/gradient_norm": update.norm,
-            "train/clip_factor": update.clip_factor,
+            "train/gradient_norm": done.update.norm,
+            "train/clip_factor": done.update.clip_factor,
             "train/skipped": progress.skipped,
             "train/tokens": progress.tokens,
-            "data/checksum": float(ranks[:, 2].sum() % 2**32),
+            "train/z": done.z,
+            "data/checksum": done.checksum,
         }
-        if self.recipe.train.z_loss:
-            values["train/z"] = float(ranks[:, 1].sum()) / total
-        speed = self.pace.take()
+        speed = self.pace.report()
         self.monitor.write(progress.step, values | speed)
-        left = monitor.duration(self.pace.seconds_per_step * (self.recipe.train.steps - progress.step))
+        left = monitor.duration(self.pace.seconds_per_step * (steps - progress.step))
         self.monitor.say(
-            f"step {progress.step}/{self.recipe.train.steps}  loss {self.last_loss:.4f}  "
+            f"step {progress.step}/{steps}  loss {done.loss:.4f}  "
             f"{speed['speed/tokens_per_second']:,.0f} tokens/s  {left} left"
         )
 
@@ -326,8 +293,9 @@ class _Run:
     # Between the steps
 
     def _score(self) -> validation.Score:
+        """Score the held-out text as the model is now."""
         result = validation.score(self.engine.model, self.held_out, self.world)
-        self.scored_step, self.latest_score = self.progress.step, result
+        self.scored = (self.progress.step, result)
         self.monitor.write(
             self.progress.step,
             {"validation/loss": result.loss, "validation/bits_per_byte": result.bits_per_byte},
@@ -348,7 +316,10 @@ class _Run:
 
     def finish(self, begin: float) -> Summary:
         """Score, sample and sum up, after the last step's checkpoint."""
-        result = self.latest_score if self.scored_step == self.progress.step else self._score()
+        if self.scored is None or self.scored[0] != self.progress.step:
+            self._score()
+        assert self.scored is not None
+        result = self.scored[1]
         memory = self.world.gather_numbers([monitor.memory_bytes(self.world.device)])
         samples: list[str] = []
         self.world.on_main(lambda: samples.extend(self._sample()), patient=True)
@@ -383,49 +354,6 @@ class _Run:
         return texts
 
 
-class _Pace:
-    """How fast steps go."""
-
-    def __init__(self, recipe: Recipe, engine: Engine, world: World) -> None:
-        self._world = world
-        self._flops = engine.model.flops_per_token(recipe.data.context).training
-        peak = None
-        if world.main:
-            peak = monitor.peak_flops(recipe.monitor, world.device, recipe.train.precision)
-        self._peak = peak * world.size if peak else None
-        self._all = self._window = (0, 0.0, 0.0, 0)  # steps, seconds, seconds waited for data, tokens
-
-    def add(self, seconds: float, waited: float, tokens: int) -> None:
-        more = (1, seconds, waited, tokens)
-        self._all, self._window = (
-            tuple(a + b for a, b in zip(sums, more, strict=True)) for sums in (self._all, self._window)
-        )
-
-    @property
-    def seconds_per_step(self) -> float:
-        return self._all[1] / max(1, self._all[0])
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self._all[3] / self._all[1] if self._all[1] else 0.0
-
-    def take(self) -> dict[str, float]:
-        """Values over the steps since the last call."""
-        steps, seconds, waited, tokens = self._window
-        self._window = (0, 0.0, 0.0, 0)
-        flops = self._flops * tokens / seconds
-        values = {
-            "speed/tokens_per_second": tokens / seconds,
-            "speed/step_seconds": seconds / steps,
-            "speed/data_wait": waited / seconds,
-            "speed/tflops": flops / 1e12,
-            "memory/peak_gib": monitor.memory_bytes(self._world.device) / 2**30,
-        }
-        if self._peak:
-            values["speed/utilisation"] = flops / self._peak
-        return values
-
-
 def _set_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Fill in model.vocab_size: the tokenizer's, rounded up to a multiple of 64."""
     size = tokenizer.vocab_size
@@ -436,17 +364,3 @@ def _set_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
             f"model.vocab_size is {recipe.model.vocab_size}, but the tokenizer in {recipe.data.folder} has "
             f"{size} ids"
         )
-
-
-def _checksum(batch: Batch) -> int:
-    """Sum of the CRC-32s of the stretches of documents in a batch: over a step the same, however its windows
-    are spread over micro-batches and ranks."""
-    lengths = [segment.length for segment in batch.documents]
-    return sum(zlib.crc32(part.numpy().tobytes()) for part in batch.ids.flatten().split(lengths))
-
-
-def _describe(batch: Batch) -> str:
-    """Where a batch was read from."""
-    pieces = [f"{part.source}[{part.document}] from id {part.offset}" for part in batch.documents]
-    more = f" and {len(pieces) - 4} more" if len(pieces) > 4 else ""
-    return f"the windows from sample {batch.first_sample}, documents {', '.join(pieces[:4])}{more}"

@@ -16,11 +16,14 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
 from hybrid.schema import MonitorSection
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 PEAK_TFLOPS = {
     ("H200", "bf16"): 989.0, ("H100", "bf16"): 989.0, ("A100", "bf16"): 312.0, ("L40S", "bf16"): 362.0,
@@ -36,9 +39,9 @@ class Monitor:
 
     def __init__(self, folder: Path, section: MonitorSection, main: bool, step: int) -> None:
         """`step` is the last finished step: what the files hold beyond it was of an abandoned attempt."""
-        self.main = main
         self.run = uuid.uuid4().hex[:8]
-        self._metrics = self._events = None
+        self._metrics: TextIO | None = None
+        self._events: SummaryWriter | None = None
         if not main:
             return
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
@@ -50,7 +53,7 @@ class Monitor:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Record values of `step`; names are `group/name`. Not finite ones are null in the JSON."""
-        if not self.main:
+        if self._metrics is None:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"step": step, "run": self.run, "time": round(time.time(), 3), **finite})
@@ -62,18 +65,18 @@ class Monitor:
 
     def say(self, text: str) -> None:
         """A line for the terminal."""
-        if self.main:
+        if self._metrics is not None:
             print(text, file=sys.stdout, flush=True)
 
     def flush(self) -> None:
         """Bring everything written so far to disk, so that a checkpoint never is ahead of its curves."""
-        if self.main:
+        if self._metrics is not None:
             os.fsync(self._metrics.fileno())
             if self._events is not None:
                 self._events.flush()
 
     def close(self) -> None:
-        if self.main:
+        if self._metrics is not None:
             self.flush()
             self._metrics.close()
             if self._events is not None:

@@ -1,0 +1,134 @@
+"""One optimizer step over all micro-batches and ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybrid.loss import IGNORE
+
+from .distributed import World
+from .engine import Engine, Update
+from .signals import Signals
+
+if TYPE_CHECKING:
+    from hybrid.data import Batch
+
+
+@dataclass(frozen=True)
+class Step:
+    """What came of a step; equal on all ranks but for `batches`."""
+
+    loss: float
+    """Nats per counted token over the whole step."""
+    loss_largest: float
+    """The largest of the ranks' own means."""
+    z: float
+    """Mean of logsumexp(logits)^2 per counted token."""
+    tokens: int
+    """Ids read."""
+    checksum: int
+    """Of the ids read, whatever rank and micro-batch they were in."""
+    waited: float
+    """Seconds the slowest rank waited for data."""
+    bad_ranks: tuple[int, ...]
+    """Those with a loss that was not finite."""
+    update: Update
+    stop: bool
+    """A rank was asked to save and stop."""
+    save: bool
+    batches: list[Batch]
+    """This rank's."""
+
+
+def take(
+    engine: Engine,
+    world: World,
+    batches: list[Batch],
+    signals: Signals,
+    *,
+    z_loss: float = 0.0,
+    waited: float = 0.0,
+) -> Step:
+    """Forward and backward over this rank's micro-batches, and the update.
+
+    Each rank's and micro-batch's sum of token losses is weighted by (ranks * accumulation / counted tokens of
+    the step), which undoes DeepSpeed's means over both: the gradient is that of one large batch's mean,
+    however the tokens are spread.
+
+    Args:
+        batches: one a micro-batch.
+        z_loss: weight of the mean of logsumexp(logits)^2 in the objective.
+        waited: seconds this rank waited for the batches.
+    """
+    counted = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
+    seen = sum(batch.ids.numel() for batch in batches)
+    facts = world.gather_numbers([counted, seen, signals.stop, signals.save])
+    signals.save = False
+    total = max(1.0, float(facts[:, 0].sum()))
+    ranks, update = _forward_backward(
+        engine, world, batches, world.size * len(batches) / total, z_loss, waited
+    )
+    losses = ranks[:, 0]
+    return Step(
+        loss=float(losses.sum()) / total,
+        loss_largest=float((losses / facts[:, 0].clamp(min=1)).max()),
+        z=float(ranks[:, 1].sum()) / total,
+        tokens=int(facts[:, 1].sum()),
+        checksum=int(ranks[:, 2].sum()) % 2**32,
+        waited=float(ranks[:, 3].max()),
+        bad_ranks=tuple((~losses.isfinite()).nonzero().flatten().tolist()),
+        update=update,
+        stop=bool(facts[:, 2].any()),
+        save=bool(facts[:, 3].any()),
+        batches=batches,
+    )
+
+
+def _forward_backward(
+    engine: Engine, world: World, batches: list[Batch], weight: float, z_loss: float, waited: float
+) -> tuple[Tensor, Update]:
+    """Every rank's `[sum of losses, sum of squared logsumexp, checksum, seconds waited]`, and the update."""
+    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+    checksum = 0
+    for batch in batches[:-1]:
+        engine.backward(_objective(engine, world, batch, z_loss, sums) * weight)
+        checksum += checksum_of(batch)
+    last = _objective(engine, world, batches[-1], z_loss, sums)
+    checksum += checksum_of(batches[-1])
+    ranks = world.gather_numbers([*sums.tolist(), float(checksum % 2**32), waited])
+    finite = bool(ranks[:, 0].isfinite().all())
+    update = engine.backward(last * weight, poisoned=not finite)
+    assert update is not None, "the engine accumulates another number of micro-batches"
+    return ranks, update
+
+
+def _objective(engine: Engine, world: World, batch: Batch, z_loss: float, sums: Tensor) -> Tensor:
+    """The micro-batch's sum to differentiate; adds to the running sums of loss and z."""
+    borders = None if batch.cu_seqlens is None else batch.cu_seqlens.to(world.device)
+    ids, labels = batch.ids.to(world.device), batch.labels.to(world.device)
+    out = engine.forward(ids, cu_seqlens=borders, labels=labels, z_loss=z_loss, want_state=False)
+    sums += torch.stack([out.total.detach(), out.z_total.detach()])
+    return out.total + z_loss * out.z_total if z_loss else out.total
+
+
+def checksum_of(batch: Batch) -> int:
+    """Sum of the CRC-32s of the stretches of documents in a batch: over a step the same, however its windows
+    are spread over micro-batches and ranks."""
+    return sum(zlib.crc32(part.numpy().tobytes()) for part in _stretches(batch))
+
+
+def _stretches(batch: Batch) -> Iterator[Tensor]:
+    yield from batch.ids.flatten().split([segment.length for segment in batch.documents])
+
+
+def describe(batch: Batch) -> str:
+    """Where a batch was read from."""
+    pieces = [f"{part.source}[{part.document}] from id {part.offset}" for part in batch.documents]
+    more = f" and {len(pieces) - 4} more" if len(pieces) > 4 else ""
+    return f"the windows from sample {batch.first_sample}, documents {', '.join(pieces[:4])}{more}"
