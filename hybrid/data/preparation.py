@@ -14,10 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,22 +24,28 @@ import numpy as np
 
 from hybrid.data.errors import DataError
 from hybrid.data.files import read_json, write_json
+from hybrid.data.pool import Pool, plain_section
 from hybrid.data.report import Report, SourceReport, add_shard
 from hybrid.data.sampling import training_sample
-from hybrid.data.shards import HASH, IDS, Unit, build, difference, group, held_out, sidecar, unit_to_json
+from hybrid.data.shards import HASH, IDS, Unit, build, difference, group, held_out, sidecar
 from hybrid.data.sources import Input, list_inputs
 from hybrid.data.tokenizer import Tokenizer, TrainingNotes
 from hybrid.schema import DataSection, SourceSection
 
 
 def prepare(
-    data: DataSection, *, part: tuple[int, int] = (1, 1), processes: int | None = None, force: bool = False
+    data: DataSection,
+    *,
+    part: tuple[int, int] = (1, 1),
+    processes: int | None = None,
+    force: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Make the tokenizer and the token shards that `data` describes, keeping what is finished already.
 
     `part` (i, n): make only the i-th of n parts, for machines that share the folder; the last one to end
     writes the report. `force`: make again what no longer fits its sources or settings, which is refused
-    otherwise. Raises DataError.
+    otherwise. `say` gets lines about what is being done. Raises DataError.
     """
     if not 1 <= part[0] <= part[1]:
         raise DataError(f"part {part[0]}/{part[1]}: must be i/n with 1 <= i <= n")
@@ -61,14 +64,17 @@ def prepare(
             )
         (folder / "report.json").unlink(missing_ok=True)
         plan.remove_stale()
-        tokenizer = plan.make_tokenizer(again=bool(found))
+        tokenizer = plan.make_tokenizer(bool(found), say)
         todo = [unit for unit in plan.own if not plan.finished(unit, tokenizer)]
         count = processes or data.prepare_processes or len(os.sched_getaffinity(0))
+        if todo:
+            size = sum(unit.size for unit in todo) / 1e6
+            say(f"{len(todo)} of {len(plan.own)} shards to make, from {size:.1f} MB of files")
         if count == 1 or len(todo) <= 1:
             for unit in todo:
                 build(folder, unit, plan.sections[unit.source], tokenizer)
         else:
-            _Pool(folder, plan.sections, todo).run(min(count, len(todo)))
+            Pool(folder, plan.sections, todo, say).run(min(count, len(todo)))
         return plan.report(tokenizer, built=len(todo))
 
 
@@ -122,8 +128,9 @@ class _Plan:
                 raise DataError(f"source name {name!r}: use letters, digits, '-', '_' and '.'")
             if name in self.sections:
                 raise DataError(f"two sources are named {name!r}")
-            self.sections[name] = SourceSection(**_plain(section))
+            self.sections[name] = SourceSection(**plain_section(section))
             self.inputs[name] = list_inputs(name, section)
+            self._refuse_own_files(name)
         self.units = [unit for name, inputs in self.inputs.items() for unit in group(name, inputs)]
         self.own = self.units[part[0] - 1 :: part[1]]
 
@@ -158,7 +165,7 @@ class _Plan:
             for suffix in (".json", ".index.npy", ".tokens"):
                 path.with_name(path.name.removesuffix(".json") + suffix).unlink(missing_ok=True)
 
-    def make_tokenizer(self, again: bool) -> Tokenizer:
+    def make_tokenizer(self, again: bool, say: Callable[[str], None]) -> Tokenizer:
         """The folder's tokenizer; trained or copied when it is not there, or `again`."""
         path, made = self.folder / "tokenizer.model", self.folder / "tokenizer.json"
         if made.is_file() and not again:
@@ -170,6 +177,8 @@ class _Plan:
         else:
             sources = {name: (section, self.inputs[name]) for name, section in self.sections.items()}
             sample = training_sample(sources, self.data.tokenizer_sample_bytes)
+            millions = sum(map(len, sample)) / 1e6
+            say(f"training a tokenizer of {self.data.vocab_size} ids on {millions:.1f} million characters")
             tokenizer = Tokenizer.train(sample, self.data.vocab_size, path, notes)
         content = {
             "fingerprint": tokenizer.fingerprint,
@@ -209,6 +218,12 @@ class _Plan:
             write_json(self.folder / "report.json", report.to_json(), self.label)
         return report
 
+    def _refuse_own_files(self, name: str) -> None:
+        own = self.folder.resolve()
+        for item in self.inputs[name]:
+            if Path(item.path).resolve().is_relative_to(own):
+                raise DataError(f"source {name} reads {item.label} inside data.folder {self.folder} itself")
+
     def _tokenizer_source(self) -> dict[str, Any]:
         """What the tokenizer is made from."""
         if self.data.tokenizer is not None:
@@ -227,78 +242,12 @@ class _Plan:
         return sorted(path for path in self.folder.glob("*/*.json") if path not in known)
 
 
-class _Pool:
-    """Worker processes, each fed by a thread that hands it one unit after the other, largest first."""
-
-    def __init__(self, folder: Path, sections: dict[str, SourceSection], units: list[Unit]) -> None:
-        self.folder = folder
-        self.sections = sections
-        self.waiting = sorted(units, key=lambda unit: unit.size)
-        self.errors: list[DataError] = []
-        self.workers: list[subprocess.Popen[str]] = []
-
-    def run(self, processes: int) -> None:
-        """Raises DataError when a worker refuses its unit or dies."""
-        command = [sys.executable, "-m", "hybrid.data.worker", str(self.folder)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        try:
-            for _ in range(processes):
-                pipe = subprocess.PIPE
-                self.workers.append(
-                    subprocess.Popen(
-                        command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8", env=environment
-                    )
-                )
-            threads = [threading.Thread(target=self._feed, args=(worker,)) for worker in self.workers]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            for worker in self.workers:
-                worker.kill()
-                worker.wait()
-        if self.errors:
-            raise self.errors[0]
-
-    def _feed(self, worker: subprocess.Popen[str]) -> None:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        while not self.errors:
-            try:
-                unit = self.waiting.pop()
-            except IndexError:
-                return
-            job = {"unit": unit_to_json(unit), "section": _plain(self.sections[unit.source])}
-            try:
-                worker.stdin.write(json.dumps(job) + "\n")
-                worker.stdin.flush()
-                line = worker.stdout.readline()
-            except OSError:
-                line = ""
-            answer = json.loads(line) if line else {"failed": f"the process ended (status {worker.poll()})"}
-            if "refused" in answer:
-                self.errors.append(DataError(answer["refused"]))
-            elif "failed" in answer:
-                self.errors.append(
-                    DataError(f"preparing {unit.source}/{unit.name} failed: {answer['failed']}")
-                )
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """One preparation of a part at a time; a second waits, and then finds the work done."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _plain(section: SourceSection) -> dict[str, Any]:
-    """The section as plain values (a recipe may hold OmegaConf's own lists)."""
-    return {
-        **{key: getattr(section, key) for key in SourceSection.__dataclass_fields__},
-        "paths": list(section.paths),
-    }
 
 
 def _listing(inputs: list[Input]) -> str:

@@ -287,7 +287,7 @@ class _Reader:
             self._bad("blank line", place)
             return None
         try:
-            value = json.loads(line.decode("utf-8-sig" if first else "utf-8"))
+            value = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig" if first else "utf-8"))
         except UnicodeDecodeError as error:
             self._bad(f"invalid UTF-8 ({error.reason})", f"{place}, byte {error.start} of the line")
         except json.JSONDecodeError as error:
@@ -302,7 +302,7 @@ class _Reader:
 
     def _object_text(self, value: Any, place: str) -> str | None:
         if not isinstance(value, dict):
-            self._bad(f"a JSON {_kind(value)}, not an object", place)
+            self._bad(f"{_kind(value)}, not an object", place)
         elif self.key not in value:
             keys = ", ".join(map(repr, list(value)[:8])) or "none"
             self._bad(f"no key {self.key!r}", place, f" (text_key); the object's keys: {keys}")
@@ -312,7 +312,7 @@ class _Reader:
 
     def _is_text(self, value: Any, place: str) -> bool:
         if not isinstance(value, str):
-            self._bad(f"{self.key!r} holds a {_kind(value)}, not text", place)
+            self._bad(f"{self.key!r} holds {_kind(value)}, not text", place)
             return False
         try:
             value.encode("utf-8")
@@ -328,5 +328,12 @@ class _Reader:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+    }
     return names.get(type(value), "null")

@@ -69,9 +69,10 @@ class Store:
         self.fingerprint: str = report["tokenizer"]
         self.vocab_size: int = report["vocab_size"]
         if self.tokenizer.fingerprint != self.fingerprint:
+            found, wanted = self.tokenizer.fingerprint[:12], self.fingerprint[:12]
             raise DataError(
-                f"{self.folder}/tokenizer.model ({self.tokenizer.fingerprint[:12]}) is not the one the shards were "
-                f"made with ({self.fingerprint[:12]}); put that back or prepare again with --force"
+                f"{self.folder}/tokenizer.model ({found}) is not what the shards were made with ({wanted}); "
+                "put that back or prepare again with --force"
             )
         self.sources: dict[str, SourceStore] = {}
         for key, section in data.sources.items():

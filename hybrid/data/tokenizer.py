@@ -84,6 +84,8 @@ class Tokenizer:
         self.origin = origin
         try:
             pieces = facts.read_facts(model)
+            if not pieces.pieces:
+                raise ValueError("it has no pieces")
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError) as error:
             raise DataError(f"{origin} is not a sentencepiece model: {error}") from None
@@ -247,7 +249,8 @@ def _training_fault(message: str, vocab_size: int) -> str:
             f"data.vocab_size is {vocab_size}, but the text allows at most {found[1]}; use that or more text"
         )
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return f"data.vocab_size is {vocab_size}, but its characters alone need {found[1]}; use that or more"
+        needed = f"the text's characters alone need {found[1]}; use that or more"
+        return f"data.vocab_size is {vocab_size}, but {needed}"
     return f"training a tokenizer of {vocab_size} ids failed: {message}"
 
 
@@ -274,7 +277,7 @@ def _refuse_surrogates(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"character {error.start} of the text is {text[error.start]!r}, a lone surrogate, which is no text"
+            f"character {error.start} of the text is the lone surrogate {text[error.start]!r}, no text"
         ) from None
 
 

@@ -40,10 +40,10 @@ class ValidationSet:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        if not 0 <= rank < world or sequences < 1 or data.context < 1 or (tokens is not None and tokens < 1):
+        if not 0 <= rank < world or min(sequences, data.context, 1 if tokens is None else tokens) < 1:
             raise DataError(
-                f"validation needs rank < world, sequences, context and tokens of 1 or more; got rank {rank} of "
-                f"{world}, sequences {sequences}, context {data.context}, tokens {tokens}"
+                f"validation needs rank < world, sequences, context and tokens of 1 or more; got rank {rank} "
+                f"of {world}, sequences {sequences}, context {data.context}, tokens {tokens}"
             )
         store = Store(data)
         self.vocab_size, self.fingerprint = store.vocab_size, store.fingerprint

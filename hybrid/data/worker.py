@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -22,6 +23,7 @@ from hybrid.schema import SourceSection
 
 
 def main(folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the preparation too, which ends us
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     jobs: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()

@@ -1,0 +1,58 @@
+"""Small texts and tokenizers shared by the tests of hybrid.data."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hybrid.data.tokenizer import Tokenizer, train_model
+from hybrid.schema import DataSection, SourceSection
+
+DIGITS = 276
+"""Size of the smallest vocabulary for digits, space and a few letters: every character is one id."""
+
+
+def stdlib_texts(count: int) -> list[str]:
+    """Some of the standard library's larger files."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return [path.read_text("utf-8") for path in sorted(root.glob("[b-z]*.py"))[:count]]
+
+
+def digit_tokenizer(path: Path) -> Tokenizer:
+    """Each digit is one id (digits are never joined), so a document of n digits has n tokens."""
+    tokenizer = Tokenizer(_digit_model(), f"tokenizer {path}")
+    tokenizer.save(path)
+    return tokenizer
+
+
+@cache
+def _digit_model() -> bytes:
+    return train_model(["0123456789 abc\n"] * 5, DIGITS)
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    return path
+
+
+def digits_data(folder: Path, sources: dict[str, list[str]], **settings: Any) -> DataSection:
+    """A section over documents of digits; one JSONL file a source, nothing held out unless said."""
+    tokenizer = folder / "digits.model"
+    if not tokenizer.exists():
+        digit_tokenizer(tokenizer)
+    shares = settings.pop("validation", 0.0)
+    weights = settings.pop("weights", {})
+    sections = {
+        name: SourceSection(
+            paths=[str(write_jsonl(folder / f"{name}.jsonl", texts))],
+            validation=shares,
+            weight=weights.get(name, 1.0),
+        )
+        for name, texts in sources.items()
+    }
+    return DataSection(
+        folder=str(folder / "prepared"), sources=sections, tokenizer=str(tokenizer), **settings
+    )
