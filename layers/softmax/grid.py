@@ -99,15 +99,24 @@ class ChunkGrid:
         y = y.reshape(len(self.spans), -1, *y.shape[2:])
         return y[:, self.front : self.front + self.tokens]
 
-    def window_parts(self, window_chunks: int, device: torch.device) -> list[Part]:
-        """Every chunk over itself, causally, and over the `window_chunks - 1` chunks before it."""
+    def chunks(self) -> list[tuple[Span, int]]:
+        """Every query row's sequence and chunk index, in the order of rows."""
+        return [(span, chunk) for span in self.spans for chunk in range(span.first, span.end)]
+
+    def window_parts(
+        self, window_chunks: int, device: torch.device, chunks: Sequence[tuple[Span, int]] | None = None
+    ) -> list[Part]:
+        """Every chunk over itself, causally, and over the `window_chunks - 1` chunks before it.
+
+        `chunks`: which ones, if not all; query rows of the parts count in this list.
+        """
+        chunks = self.chunks() if chunks is None else chunks
         parts = []
         for back in range(window_chunks):
-            seen = [(s, c) for s in self.spans for c in range(max(s.first, s.first - s.held + back), s.end)]
+            seen = [(i, s.key(c - back)) for i, (s, c) in enumerate(chunks) if c - back >= s.first - s.held]
             if not seen:
                 break
-            q_rows = rows([s.query(c) for s, c in seen], device)
-            k_rows = rows([s.key(c - back) for s, c in seen], device)
+            q_rows, k_rows = (rows(numbers, device) for numbers in zip(*seen, strict=True))
             parts.append(Part(q_rows, k_rows=k_rows, mask=Mask.FULL if back else Mask.LOWER))
         return parts
 

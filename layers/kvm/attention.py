@@ -1,0 +1,574 @@
+"""Key-Value Means attention as a function: exact keys in a window of chunks, everything older in a few slots.
+
+The four steps and where they are:
+
+- `routing.route` decides which slot takes each token that leaves the window;
+- `state.accumulate` adds the tokens up, giving the slots as every chunk of queries meets them;
+- `state.read` turns the sums into keys and values;
+- `attend`, here, is one softmax of every chunk's queries over [its slots | its window].
+
+Shapes: B sequences, T tokens, H query heads, G key/value heads, D head size, R grid rows, C tokens of a
+chunk, S slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..base import LayerError
+from ..softmax import Mask, Part, joined_attention, part_share
+from ..softmax.attention import same_dtype
+from ..softmax.grid import ChunkGrid, Span, rows
+from .budget import Budget
+from .routing import Choice, Norm, Routes, first_slots, prepare, route
+from .spec import KVMSpec, Update, updates
+from .state import KVMState, Sums, accumulate, contributions, read
+
+__all__ = ["Budget", "KVMSpec", "KVMState", "Routes", "kvm_attention"]
+
+GROUP_BYTES = 512 * 2**20
+"""Slots of so many bytes exist at once; longer calls go by groups of chunks, recomputed in the backward."""
+
+Queries = tuple[Tensor, Tensor]
+"""The queries for window keys and for slots (each with its temperature multiplied in)."""
+
+
+def kvm_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    merge_gate: Tensor | None = None,
+    *,
+    spec: KVMSpec,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    front_temperature: Tensor | None = None,
+    state_temperature: Tensor | None = None,
+    state: KVMState | None = None,
+    lengths: Sequence[int] = (),
+    routes: Routes | None = None,
+    want_state: bool = True,
+    want_margins: bool = False,
+    statistics: dict[str, Tensor] | None = None,
+) -> tuple[Tensor, KVMState | None, Routes]:
+    """Key-Value Means attention (the paper's operator; logits are scaled by 1 / sqrt(D)).
+
+    Args:
+        q: queries `[B, T, H, D]`, normalised and rotated.
+        k, v: keys (normalised and rotated) and values `[B, T, G, D]`; query head h reads head `h // (H / G)`.
+        merge_gate: `[B, T, G]`, above 0; None: 1 everywhere.
+        norm_weight, norm_bias: `[D]`, the LayerNorm of state keys.
+        front_temperature, state_temperature: `[H]`, multiply the logits of window keys and of slots.
+        state: what an earlier call returned; it carries the position. Without gradients it is spent.
+        lengths: documents packed in the row (B = 1); each starts at position 0, and no state comes out.
+        routes: decisions to replay, for at least the tokens that this call absorbs.
+        want_margins: report how close each decision was (`Routes.margin`).
+        statistics: receives `slots`, `tokens_per_slot` and `state_mass` (mean attention mass on slots).
+
+    Returns:
+        `y` `[B, T, H, D]` in q's dtype; the state to go on from (None if not wanted or packed); the routes.
+
+    Routing, sums, norms and radii are in fp32 (float64 for float64 inputs), whatever the inputs' dtype.
+    Raises LayerError for shapes, dtypes or routes that do not fit.
+    """
+    _check(q, k, v, merge_gate, spec, lengths, state)
+    q, k, v = same_dtype(q, k, v)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    gate = merge_gate.to(wide) if merge_gate is not None and spec.gated else None
+    norm = Norm(norm_weight.to(wide), norm_bias.to(wide))
+    call = _Call(spec, norm, 1 / math.sqrt(q.shape[-1]), routes, want_margins, statistics)
+    temperatures = (front_temperature, state_temperature)
+    front, back = (q if t is None else (q * t.to(wide)[:, None]).to(q.dtype) for t in temperatures)
+    with torch.autocast(q.device.type, enabled=False):
+        if lengths:
+            y, made = _packed(call, (front, back), k, v, gate, lengths)
+            return y, None, made
+        start = KVMState.empty(k, gate is not None) if state is None else _taken(state)
+        y, after, made = _sequences(call, (front, back), k, v, gate, start, want_state)
+    return y, after if want_state else None, made
+
+
+def attend(
+    call: _Call,
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    slots: tuple[Tensor, Tensor] | None,
+    parts: list[Part],
+) -> tuple[Tensor, Tensor | None]:
+    """Step 4: one softmax over window keys (`key` 0 of the parts, `query` 0) and slots (`key` 1, `query` 1).
+
+    Args:
+        k, v: the window's `[rows, tokens, G, D]`.
+        slots: keys and values to read `[rows, G, S, D]`.
+
+    Returns:
+        Heads like the queries `[rows, tokens, H, D]`, and, where statistics are wanted, the attention mass on
+        slots `[rows, tokens, H]`.
+    """
+    keys, values = [k], [v]
+    if slots is not None:
+        keys.append(slots[0].transpose(1, 2))
+        values.append(slots[1].transpose(1, 2))
+    y, lse = joined_attention(list(queries), keys, values, parts, call.scale)
+    if call.statistics is None:
+        return y, None
+    mass = torch.zeros_like(lse)
+    with torch.no_grad():
+        for part in parts:
+            if part.key == 1:
+                mass[part.q_rows, :, part.q_tokens] = part_share(
+                    list(queries), keys, values, part, lse, call.scale
+                )
+    return y, mass.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call of the operator needs everywhere."""
+
+    spec: KVMSpec
+    norm: Norm
+    scale: float
+    replay: Routes | None
+    margins: bool
+    statistics: dict[str, Tensor] | None
+
+    def note(self, slots: float, tokens: float, mass: Tensor) -> None:
+        """`mass`: on slots, one entry for each query."""
+        if self.statistics is not None:
+            self.statistics["slots"] = torch.tensor(float(slots))
+            self.statistics["tokens_per_slot"] = torch.tensor(tokens / slots)
+            self.statistics["state_mass"] = mass.mean()
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    spec: KVMSpec,
+    lengths: Sequence[int],
+    state: KVMState | None,
+) -> None:
+    batch, tokens, heads, size = q.shape
+    if k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != size or heads % k.shape[2]:
+        raise LayerError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
+    if gate is not None and gate.shape != k.shape[:3]:
+        raise LayerError(f"merge_gate is {tuple(gate.shape)}, for keys {tuple(k.shape)}")
+    if not batch or not tokens:
+        raise LayerError(f"a call needs at least one sequence of one token, q is {tuple(q.shape)}")
+    if spec.rotary_dim >= size:
+        raise LayerError(f"rotary_dim is {spec.rotary_dim}; it must be below the head size {size}")
+    if lengths and (batch != 1 or sum(lengths) != tokens or min(lengths) < 1):
+        raise LayerError(f"lengths {tuple(lengths)} do not cut a packed row of shape {tuple(q.shape[:2])}")
+    if state is None:
+        return
+    if lengths:
+        raise LayerError("packed documents start afresh: continue them one by one, each with its own state")
+    held = state.tensors()["window_k"]
+    if held.shape[0] != batch or held.shape[2:] != k.shape[2:]:
+        raise LayerError(f"the state is for keys like {tuple(held.shape)}, these are {tuple(k.shape)}")
+    if (state.window_gate is None) != (gate is None or not spec.gated):
+        raise LayerError("merge_gate must be given in all calls of a sequence or in none")
+
+
+def _taken(state: KVMState) -> KVMState:
+    """A state whose fields this call may replace."""
+    taken = replace(state.take())
+    if torch.is_grad_enabled():
+        taken._owned = frozenset()
+    return taken
+
+
+# Equal sequences
+
+
+def _sequences(
+    call: _Call,
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    state: KVMState,
+    want_state: bool,
+) -> tuple[Tensor, KVMState, Routes]:
+    chunk = call.spec.chunk
+    room = chunk - state.position % chunk
+    tokens = k.shape[1]
+    if tokens <= room:
+        return _within_chunk(call, queries, k, v, gate, state)
+    if room == chunk:
+        return _whole_chunks(call, queries, k, v, gate, state, want_state)
+    call_head = replace(call, statistics=None)
+    cut = [room, tokens - room]
+    (front, front_rest), (back, back_rest) = (x.split(cut, 1) for x in queries)
+    (k, k_rest), (v, v_rest) = (x.split(cut, 1) for x in (k, v))
+    gate, gate_rest = (None, None) if gate is None else gate.split(cut, 1)
+    head, state, made = _within_chunk(call_head, (front, back), k, v, gate, state)
+    rest = (front_rest, back_rest), k_rest, v_rest, gate_rest
+    tail, state, more = _whole_chunks(call, *rest, state, want_state)
+    return torch.cat((head, tail), 1), state, _joined([made, more])
+
+
+def _within_chunk(
+    call: _Call, queries: Queries, k: Tensor, v: Tensor, gate: Tensor | None, state: KVMState
+) -> tuple[Tensor, KVMState, Routes]:
+    """A call whose tokens all lie in one chunk, such as a token to decode: no grid, and nothing is padded."""
+    spec, position, tokens = call.spec, state.position, k.shape[1]
+    number = position // spec.chunk - spec.window_chunks  # of the update whose slots this chunk reads
+    nothing = first_slots(k.new_empty(k.shape[0], k.shape[2], 0, 1), margins=call.margins)
+    made = _routes(nothing, spec.coverage(position))
+    if position % spec.chunk == 0 and number >= 0:
+        if number > 0:
+            made = _update(call, state, number)
+        state.drop(spec.chunk)
+    if position < spec.chunk:
+        made = _found(call, state, k, v, gate)
+    held = state.held
+    state.push(k, v, gate)
+    parts = [Part(k_tokens=slice(0, held))] if held else []
+    parts.append(Part(k_tokens=slice(held, None), mask=Mask.LOWER))
+    if tokens == 1:
+        parts = [Part()]
+    slots = None
+    if number >= 0:
+        slots = state.read(call.norm, spec, k.dtype)
+        parts.append(Part(query=1, key=1))
+    window = state.tensors()
+    y, mass = attend(call, queries, window["window_k"], window["window_v"], slots, parts)
+    if mass is not None:
+        call.note(state.slots, spec.coverage(state.position), mass)
+    return y, state, made
+
+
+def _update(call: _Call, state: KVMState, number: int) -> Routes:
+    """Absorb the window's first chunk."""
+    spec = call.spec
+    k, v, gate = state.oldest(spec.chunk)
+    keys = prepare(k, spec.rotary_dim, call.norm).transpose(1, 2)
+    values, gate = v.transpose(1, 2), None if gate is None else gate.transpose(1, 2)
+    step = Update(number, k.shape[0], state.slots, spec.growth(state.slots, number))
+    starts = [(b, 0) for b in range(k.shape[0])]
+    choice = _decide(call, keys, gate, [step], state.sums().keys, starts)
+    added = contributions(keys, values, gate, choice.founds, [step], spec)
+    state.absorb(added, choice.slot, step, spec)
+    return _routes(choice, number * spec.chunk)
+
+
+def _found(call: _Call, state: KVMState, k: Tensor, v: Tensor, gate: Tensor | None) -> Routes:
+    """The first chunk's tokens are slots from the start."""
+    keys = prepare(k, call.spec.rotary_dim, call.norm).transpose(1, 2)
+    values, gate = v.transpose(1, 2), None if gate is None else gate.transpose(1, 2)
+    choice = first_slots(keys, state.position, call.margins)
+    step = Update(0, k.shape[0], 0, call.spec.chunk)
+    state.found(contributions(keys, values, gate, choice.founds, [step], call.spec))
+    return _routes(choice, state.position)
+
+
+def _whole_chunks(
+    call: _Call,
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    state: KVMState,
+    want_state: bool,
+) -> tuple[Tensor, KVMState, Routes]:
+    """A call that starts with a chunk."""
+    spec, position = call.spec, state.position
+    batch, tokens = k.shape[:2]
+    window = state.tensors()
+    grid = ChunkGrid.equal(batch, tokens, spec.chunk, position, state.held // spec.chunk)
+    if state.held:
+        k, v = torch.cat((window["window_k"], k), 1), torch.cat((window["window_v"], v), 1)
+        gate = None if gate is None else torch.cat((window["window_gate"], gate), 1)
+    # While the window still holds the first chunk, the initial state is made again from there.
+    first = grid.spans[0].first - spec.window_chunks
+    base = state.sums() if first > 0 else None
+    last = grid.spans[0].end - 1 - spec.window_chunks
+    steps = updates(spec, [max(last, 0)] * batch, max(first, 0), state.slots if first > 0 else 0)
+    starts = [(b, 0) for b in range(batch)]
+    y, choice, sums = _on_grid(call, grid, queries, k, v, gate, steps, base, starts, want_state)
+    seen = 1 if position and first <= 0 else 0  # the initial state's routes belong to an earlier call
+    order = [[u * batch + b for u in range(seen, len(steps))] for b in range(batch)]
+    made = _routes(choice, (steps[0].number + seen) * spec.chunk, order)
+    after = state
+    if want_state:
+        kept = position + tokens - spec.window_start(position + tokens)
+        held = [None if x is None else _last(x, kept) for x in (k, v, gate)]
+        assert sums is not None
+        after = KVMState(position + tokens, steps[-1].after, kept, *sums, *held)
+    return y, after, made
+
+
+def _last(x: Tensor, count: int) -> Tensor:
+    """The last `count` tokens of `[B, T, ...]`, not keeping the others' memory."""
+    return x[:, x.shape[1] - count :].clone()
+
+
+def _routes(choice: Choice, first: int, order: list[list[int]] | None = None) -> Routes:
+    """Routes `[B, G, A]` of rows `[R, G, C]`; `order`: the rows of each of the B sequences in time (None: one
+    row each)."""
+    if order is not None:
+        index = torch.tensor(order, dtype=torch.int64, device=choice.slot.device)
+        choice = Choice(*(None if x is None else x[index].transpose(1, 2).flatten(2) for x in choice))
+    return Routes(choice.slot.int(), choice.founds, first, choice.margin)
+
+
+def _joined(routes: list[Routes]) -> Routes:
+    """Routes of consecutive tokens (or packed documents) as one."""
+    slot, founds = torch.cat([r.slot for r in routes], 2), torch.cat([r.founds for r in routes], 2)
+    margins = [r.margin for r in routes if r.margin is not None]
+    return Routes(slot, founds, routes[0].first, torch.cat(margins, 2) if margins else None)
+
+
+# Packed documents
+
+
+def _packed(
+    call: _Call, queries: Queries, k: Tensor, v: Tensor, gate: Tensor | None, lengths: Sequence[int]
+) -> tuple[Tensor, Routes]:
+    """Documents longer than their window share a grid; the others are plain causal attention."""
+    spec = call.spec
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    absorbed = [spec.coverage(length) for length in lengths]
+    long = [i for i, length in enumerate(lengths) if length > spec.window_chunks * spec.chunk]
+    long.sort(key=lambda i: -(-lengths[i] // spec.chunk), reverse=True)
+    y: list[Tensor | None] = [None] * len(lengths)
+    made: list[Routes | None] = [None] * len(lengths)
+    if long:
+        own_lengths = [lengths[i] for i in long]
+        grid = ChunkGrid.packed([starts[i] for i in long], own_lengths, spec.chunk, k.device)
+        steps = updates(spec, [span.end - 1 - spec.window_chunks for span in grid.spans])
+        places = [(0, sum(absorbed[:i])) for i in long]
+        heads, choice, _ = _on_grid(call, grid, queries, k, v, gate, steps, None, places, False)
+        for place, (i, piece) in enumerate(zip(long, heads.split(own_lengths, 1), strict=True)):
+            y[i], made[i] = piece, _routes(choice, 0, [_rows_of(steps, place)])
+    if len(long) < len(lengths):
+        pieces = zip(*(x.split(list(lengths), 1) for x in (*queries, k, v)), strict=True)
+        for i, (front, back, own_k, own_v) in enumerate(pieces):
+            if y[i] is None:
+                y[i], _ = attend(call, (front, back), own_k, own_v, None, [Part(mask=Mask.LOWER)])
+                first = own_k[:, : absorbed[i]].detach().transpose(1, 2)
+                made[i] = _routes(first_slots(first, margins=call.margins), 0)
+    return torch.cat(y, 1), _joined(made)
+
+
+def _rows_of(steps: Sequence[Update], sequence: int) -> list[int]:
+    """The rows of one sequence, in time."""
+    found, row = [], 0
+    for step in steps:
+        if sequence < step.sequences:
+            found.append(row + sequence)
+        row += step.sequences
+    return found
+
+
+# The grid of chunks
+
+
+def _on_grid(
+    call: _Call,
+    grid: ChunkGrid,
+    queries: Queries,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    steps: list[Update],
+    base: Sums | None,
+    starts: list[tuple[int, int]],
+    want_last: bool,
+) -> tuple[Tensor, Choice, Sums | None]:
+    """All four steps for the chunks of a grid.
+
+    Args:
+        k, v, gate: by token, including those held from earlier calls.
+        steps: the updates to make.
+        base: slots before the first of them.
+        starts: where in given routes each sequence's tokens start.
+
+    Returns:
+        Heads by token `[B, T, H, D]`, the choices for the tokens that entered, and, if wanted, the slots
+        after the last step.
+    """
+    spec, device = call.spec, k.device
+    k_rows, v_rows = grid.keys(k), grid.keys(v)
+    entering = [span.key(step.number) for step in steps for span in grid.spans[: step.sequences]]
+    chosen = rows(entering, device)
+    keys = prepare(k_rows[chosen], spec.rotary_dim, call.norm).transpose(1, 2)
+    gate_rows = None if gate is None else grid.keys(gate)[chosen].transpose(1, 2)
+    choice = _decide(call, keys, gate_rows, steps, None if base is None else base.keys, starts)
+    added = contributions(keys, v_rows[chosen].transpose(1, 2), gate_rows, choice.founds, steps, spec)
+    rows_q = (grid.queries(queries[0]), grid.queries(queries[1]))
+    y, mass, last = _by_groups(call, grid, rows_q, k_rows, v_rows, steps, added, choice.slot, base, want_last)
+    if mass is not None:
+        count = len(grid.spans)
+        slots = sum(
+            steps[sum(s.end > u.number + spec.window_chunks for u in steps) - 1].after for s in grid.spans
+        )
+        tokens = sum((s.end - spec.window_chunks) * spec.chunk for s in grid.spans)
+        call.note(slots / count, tokens / count, grid.tokens_of(mass))
+    return grid.tokens_of(y), choice, last
+
+
+def _decide(
+    call: _Call,
+    keys: Tensor,
+    gate: Tensor | None,
+    steps: Sequence[Update],
+    base: Tensor | None,
+    starts: list[tuple[int, int]],
+) -> Choice:
+    """Where the steps' tokens go: routed, or as given."""
+    if call.replay is None:
+        return route(keys, gate, steps, call.spec, call.norm, base, call.margins)
+    found = []
+    for step in steps:
+        if step.number == 0:
+            found.append(first_slots(keys[: step.sequences]))
+        else:
+            found += [
+                _given(call.replay, b, start + step.number * call.spec.chunk, call.spec.chunk)
+                for b, start in starts[: step.sequences]
+            ]
+    return Choice(torch.cat([c.slot for c in found]), torch.cat([c.founds for c in found]))
+
+
+def _given(routes: Routes, batch_row: int, position: int, count: int) -> Choice:
+    """Given routes of `count` tokens from absolute `position` on."""
+    begin = position - routes.first
+    if begin < 0 or begin + count > routes.slot.shape[2]:
+        raise LayerError(
+            f"the given routes are for {routes.slot.shape[2]} tokens from {routes.first} on; "
+            f"this call needs them for {count} from {position} on"
+        )
+    span = (slice(batch_row, batch_row + 1), slice(None), slice(begin, begin + count))
+    return Choice(routes.slot[span].long(), routes.founds[span])
+
+
+Chunks = list[tuple[Span, int]]
+
+
+def _by_groups(
+    call: _Call,
+    grid: ChunkGrid,
+    queries: Queries,
+    k_rows: Tensor,
+    v_rows: Tensor,
+    steps: list[Update],
+    added: Sums,
+    slot: Tensor,
+    base: Sums | None,
+    want_last: bool,
+) -> tuple[Tensor, Tensor | None, Sums | None]:
+    """Accumulate, read and attend, by groups of updates whose slots fit into memory together.
+
+    Returns heads `[R, C, H, D]` and masses `[R, C, H]` of all query rows, and the slots after the last step.
+    """
+    groups = _groups(call.spec, grid, steps, added)
+    recompute = len(groups) > 1 and torch.is_grad_enabled()
+    ys, masses, order, row = [], [], [], 0
+    for index, (chunks, some) in enumerate(groups):
+        following = groups[index + 1][1] if index + 1 < len(groups) else None
+        reads = [span.query(chunk) for span, chunk in chunks]
+        order += reads
+        count = sum(step.sequences for step in some)
+        part, row = slice(row, row + count), row + count
+        picked = queries
+        if len(groups) > 1:
+            own = rows(reads, k_rows.device)
+            picked = (queries[0][own], queries[1][own])
+        run = partial(_group, call, grid, chunks, some, bool(following) or want_last)
+        args = (picked, k_rows, v_rows, added.select(part), slot[part], base)
+        if recompute:
+            y, mass, base = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y, mass, base = run(*args)
+        if following:
+            base = base.select(slice(0, following[0].sequences))
+        ys.append(y)
+        masses.append(mass)
+    if len(groups) == 1:
+        return ys[0], masses[0], base
+    back = torch.tensor(order, device=k_rows.device).argsort()
+    mass = None if call.statistics is None else torch.cat(masses)[back]
+    return torch.cat(ys)[back], mass, base
+
+
+def _groups(
+    spec: KVMSpec, grid: ChunkGrid, steps: list[Update], added: Sums
+) -> list[tuple[Chunks, list[Update]]]:
+    """Updates that fit into GROUP_BYTES together, with the chunks that read their slots. Chunks that read no
+    slots go with the first group."""
+    heads = added.keys.shape[1]
+    token = 2 * heads * (2 * added.keys.shape[3] + 1) * added.keys.element_size()  # as sums and in read form
+    bundles: list[list[Update]] = [[]]
+    for step in steps:
+        bundle = [*bundles[-1], step]
+        if bundles[-1] and sum(s.sequences for s in bundle) * step.after * token > GROUP_BYTES:
+            bundles.append([step])
+        else:
+            bundles[-1] = bundle
+    groups = []
+    for bundle in bundles:
+        first = bundle[0].number + spec.window_chunks if bundle is not bundles[0] else 0
+        last = bundle[-1].number + spec.window_chunks if bundle is not bundles[-1] else math.inf
+        groups.append(([(s, c) for s, c in grid.chunks() if first <= c <= last], bundle))
+    return groups
+
+
+def _group(
+    call: _Call,
+    grid: ChunkGrid,
+    chunks: Chunks,
+    steps: list[Update],
+    want_last: bool,
+    queries: Queries,
+    k_rows: Tensor,
+    v_rows: Tensor,
+    added: Sums,
+    slot: Tensor,
+    base: Sums | None,
+) -> tuple[Tensor, Tensor | None, Sums | None]:
+    """One group: heads and masses of its chunks, and the slots after its last update."""
+    parts = grid.window_parts(call.spec.window_chunks, k_rows.device, chunks)
+    more = _slot_parts(call.spec, grid, chunks, steps, k_rows.device)
+    if not more and not want_last:
+        return *attend(call, queries, k_rows, v_rows, None, parts), None
+    sums = accumulate(added, slot, steps, call.spec, base)
+    slots = read(sums, call.norm, call.spec, k_rows.dtype) if more else None
+    y, mass = attend(call, queries, k_rows, v_rows, slots, parts + more)
+    ending = slice(len(slot) - steps[-1].sequences, None)
+    return y, mass, Sums(*(x.clone() for x in sums.select(ending))) if want_last else None
+
+
+def _slot_parts(
+    spec: KVMSpec, grid: ChunkGrid, chunks: Chunks, steps: list[Update], device: torch.device
+) -> list[Part]:
+    """Chunks over their slots; successive updates that leave equally many slots make one part."""
+    place = {(span.query_row, chunk): i for i, (span, chunk) in enumerate(chunks)}
+    runs: list[tuple[int, int, list[int]]] = []  # slots, first row of slots, query rows
+    row = 0
+    for step in steps:
+        reader = step.number + spec.window_chunks
+        readers = [
+            place[s.query_row, reader] for s in grid.spans[: step.sequences] if s.first <= reader < s.end
+        ]
+        if readers and runs and runs[-1][0] == step.after:
+            runs[-1][2].extend(readers)
+        elif readers:
+            runs.append((step.after, row, readers))
+        row += step.sequences
+    return [
+        Part(rows(readers, device), query=1, k_rows=slice(first, first + len(readers)),
+             k_tokens=slice(0, slots), key=1)
+        for slots, first, readers in runs
+    ]  # fmt: skip

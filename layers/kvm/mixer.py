@@ -1,0 +1,236 @@
+"""Key-Value Means attention as a layer: the projections around `kvm_attention`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base import Context, Flops, LayerError, initialise, is_count, require
+from ..norms import LayerNorm, compute_dtype
+from ..projections import Heads, ProjectedMixer, ProjectedState, ProjectionOptions
+from ..registry import register
+from .attention import KVMSpec, KVMState, kvm_attention
+from .budget import MODES, Budget
+
+
+@dataclass
+class KVMOptions(ProjectionOptions):
+    """Defaults are those of the paper's growing state, 16 * sqrt(context) slots."""
+
+    chunk: int = 256
+    """Tokens absorbed by one state update, and slots of the first state."""
+    window_chunks: int = 2
+    """Chunks a query sees exactly, the one it stands in (up to itself) included."""
+    sinks: int = 1
+    """First tokens whose slots nothing is merged into; at most one chunk."""
+    budget: str = "power_law"
+    """Slots at context length t: fixed (budget_minimum), power_law (budget_factor * t ^ budget_exponent) or
+    saturation (n * t / (n + t) with n = budget_saturation). A state starts with a chunk of slots."""
+    budget_minimum: int = 256
+    """Least number of slots; in fixed mode the number."""
+    budget_factor: float = 16.0
+    budget_exponent: float = 0.5
+    budget_saturation: int = 1024
+    """The number of slots that saturation mode approaches."""
+    budget_round: int = 1
+    """Growing budgets are rounded down to a multiple of this."""
+    budget_max_chunks: int | None = None
+    """At most so many chunks of slots; null: no such cap."""
+    gate_keys: bool = True
+    """The merge gate weights merged keys."""
+    gate_values: bool = True
+    """The merge gate weights merged values."""
+    gate_appends: bool = False
+    """The two gates above also weight tokens that become new slots (true in the paper's first code)."""
+    gate_initial: bool = False
+    """The merge gate also weights the first chunk's tokens."""
+    temperatures: bool = True
+    """A learned factor per query head on the logits of the window and on those of the state."""
+    values: str = "radius"
+    """How a slot's value is read: radius (direction of the sum, length of its first value), counts (mean of
+    its tokens), or reference_counts (the public code's counter, to which every update adds 1)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.budget in MODES, "budget", self.budget, ", ".join(MODES))
+        for name in ("budget_minimum", "budget_saturation", "budget_round"):
+            require(is_count(getattr(self, name)), name, getattr(self, name), "a whole number of 1 or more")
+        cap = self.budget_max_chunks
+        require(
+            cap is None or is_count(cap), "budget_max_chunks", cap, "a whole number of 1 or more, or null"
+        )
+        factor, exponent = self.budget_factor, self.budget_exponent
+        require(_number(factor) and factor > 0, "budget_factor", factor, "a number above 0")
+        require(_number(exponent) and 0 <= exponent <= 1, "budget_exponent", exponent, "a number from 0 to 1")
+        for name in ("gate_keys", "gate_values", "gate_appends", "gate_initial", "temperatures"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, value, "true, false")
+        require(self.rotary_dim != 0, "rotary_dim", 0, "even numbers above 0 and below head_dim")
+        self.spec(2)  # checks the rest
+
+    def spec(self, rotary_dim: int) -> KVMSpec:
+        """The operator's settings."""
+        budget = Budget(
+            mode=self.budget,
+            minimum=self.budget_minimum,
+            factor=self.budget_factor,
+            exponent=self.budget_exponent,
+            saturation=self.budget_saturation,
+            round_to=self.budget_round,
+            max_chunks=self.budget_max_chunks,
+        )
+        return KVMSpec(
+            chunk=self.chunk,
+            window_chunks=self.window_chunks,
+            rotary_dim=rotary_dim,
+            sinks=self.sinks,
+            budget=budget,
+            gate_keys=self.gate_keys,
+            gate_values=self.gate_values,
+            gate_appends=self.gate_appends,
+            gate_initial=self.gate_initial,
+            values=self.values,
+        )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass
+class KVMLayerState(ProjectedState):
+    """The operator's state beside the token shift's vectors."""
+
+    operator: KVMState | None = None
+
+
+@register("kvm")
+class KVM(ProjectedMixer):
+    """Exact attention to a window of chunks, and to everything older through a few slots."""
+
+    Options = KVMOptions
+
+    def _build(self) -> None:
+        self.spec = self.options.spec(self.rotary_dim)
+        self.ln_s_k = LayerNorm(self.head_dim)
+        if self.spec.gated:
+            self.merge_gate = nn.Linear(self.site.hidden_size, self.num_kv_heads, bias=False)
+        if self.options.temperatures:
+            self.front_head_temp = nn.Parameter(torch.empty(self.num_heads))
+            self.state_head_temp = nn.Parameter(torch.empty(self.num_heads))
+
+    @classmethod
+    def heads(cls, options: Any, hidden_size: int) -> Heads:
+        heads = super().heads(options, hidden_size)
+        if not 0 < heads.rotary_dim < heads.head_dim:
+            raise LayerError(
+                f"rotary_dim is {heads.rotary_dim}; allowed: even numbers above 0 and below head_dim "
+                f"{heads.head_dim}, because state keys are compared by the entries that are not rotated"
+            )
+        return heads
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.ln_s_k.reset_parameters()
+        if self.spec.gated:
+            bound = 1 / math.sqrt(self.site.hidden_size)
+            initialise(self.merge_gate.weight, lambda w: nn.init.uniform_(w, -bound, bound))
+        if self.options.temperatures:
+            initialise(self.front_head_temp, nn.init.ones_)
+            initialise(self.state_head_temp, nn.init.ones_)
+
+    def mix(
+        self, x: Tensor, context: Context, state: KVMLayerState | None
+    ) -> tuple[Tensor, KVMLayerState | None]:
+        q, k, v, shift = self.project(x, context, state)
+        gate = self._gate(x) if self.spec.gated else None
+        layer, routes = self.site.layer, context.routes
+        statistics: dict[str, Tensor] | None = None if context.statistics is None else {}
+        y, operator, made = kvm_attention(
+            q,
+            k,
+            v,
+            gate,
+            spec=self.spec,
+            norm_weight=self.ln_s_k.weight,
+            norm_bias=self.ln_s_k.bias,
+            front_temperature=self.front_head_temp if self.options.temperatures else None,
+            state_temperature=self.state_head_temp if self.options.temperatures else None,
+            state=None if state is None else state.operator,
+            lengths=context.lengths,
+            routes=None if routes is None else routes.get(layer),
+            want_state=context.want_state,
+            statistics=statistics,
+        )
+        if routes is not None:
+            routes.setdefault(layer, made)
+        if statistics is not None:
+            if gate is not None:
+                statistics["gate_mean"], statistics["gate_std"] = gate.detach().mean(), gate.detach().std()
+            context.statistics.update({f"{layer}/{name}": value for name, value in statistics.items()})
+        if not context.want_state:
+            return self.output(y, x), None
+        return self.output(y, x), KVMLayerState(operator.position, **shift, operator=operator)
+
+    def _gate(self, x: Tensor) -> Tensor:
+        """`1 + elu(W_g x)`, above 0: `[B, T, G]`, in at least fp32."""
+        z = self.merge_gate(x)
+        z = z.to(compute_dtype(z))
+        return torch.exp(z.clamp(max=0)) + torch.relu(z)
+
+    def empty_state(self, batch: int) -> KVMLayerState:
+        like = self.c_k.weight.new_empty(batch, 0, self.num_kv_heads, self.head_dim)
+        return KVMLayerState(operator=KVMState.empty(like, self.spec.gated))
+
+    # Accounts. Chunk c of queries reads the slots after update c - window_chunks; that update, made at the
+    # chunk's first token, compares every key of one chunk with every slot there is then, once.
+
+    def flops_at(self, position: int) -> Flops:
+        chunk = self.spec.chunk
+        sizes = self._sizes(position // chunk)
+        window = position + 1 - self.spec.window_start(position + 1)
+        visible = window + (sizes[-1] if sizes else 0)
+        return self._token_flops(visible, self._routing_flops(sizes) / chunk)
+
+    def flops_per_token(self, context_length: int) -> Flops:
+        chunk, visible, routing = self.spec.chunk, 0, 0.0
+        sizes = self._sizes((context_length - 1) // chunk)
+        for number, first in enumerate(range(0, context_length, chunk), 1 - self.spec.window_chunks):
+            count = min(chunk, context_length - first)
+            window = first - self.spec.window_start(first + 1)
+            slots = sizes[number - 1] if number > 0 else 0
+            visible += count * (slots + window) + count * (count + 1) // 2
+            routing += self._routing_flops(sizes[max(number - 2, 0) : max(number, 0)])
+        return self._token_flops(visible / context_length, routing / context_length)
+
+    def _sizes(self, chunk: int) -> list[int]:
+        """Slots after each update up to the one that `chunk` reads; empty where it reads none."""
+        return list(islice(self.spec.sizes(), max(0, chunk + 1 - self.spec.window_chunks)))
+
+    def _routing_flops(self, sizes: list[int]) -> float:
+        """Of the update that ended with `sizes[-1]` slots. The first one has no choice, nor has one that
+        appends a whole chunk."""
+        if len(sizes) < 2 or sizes[-1] - sizes[-2] == self.spec.chunk:
+            return 0.0
+        return 2.0 * self.spec.chunk * sizes[-1] * self.kv_width
+
+    def _token_flops(self, visible: float, routing: float) -> Flops:
+        products = self.site.hidden_size * self.num_kv_heads if self.spec.gated else 0  # the merge gate
+        pairs = Flops(2.0 * products + 4.0 * self.num_heads * self.head_dim * visible, routing)
+        return self.projection_flops() + pairs
+
+    def state_bytes(self, context_length: int, element_size: int = 4) -> int:
+        wide = max(element_size, 4)
+        window_start = self.spec.window_start(context_length)
+        slots = min(context_length, self.spec.chunk)
+        if window_start:
+            slots = self.spec.slots_after(window_start // self.spec.chunk - 1)
+        slot = self.num_kv_heads * (2 * self.head_dim + 1) * wide
+        token = 2 * self.kv_width * element_size + (self.num_kv_heads * wide if self.spec.gated else 0)
+        held = slots * slot + (context_length - window_start) * token
+        return held + self.shift_bytes(context_length, element_size)

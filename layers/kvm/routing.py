@@ -1,0 +1,185 @@
+"""Step 1 of KVM attention, `route`: which slot takes each token that leaves the window.
+
+The choice depends on prepared keys, their gates and the state's LayerNorm only, carries no gradient, and is
+the one sequential part: a chunk's choice depends on the slots that earlier chunks made.
+
+Shapes: R rows (chunks entering the state, ordered by update, then by sequence), G key/value heads, C tokens
+of a chunk, S slots, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .spec import KVMSpec, Update
+
+
+@dataclass
+class Routes:
+    """The slot of every token that a call moved into the state.
+
+    Tokens of the first chunk are in the state from the start, in slots 0, 1, ... Of packed documents, each
+    one's tokens follow the previous one's.
+    """
+
+    slot: Tensor
+    """int32 `[B, G, A]`."""
+    founds: Tensor
+    """bool `[B, G, A]`: whether the token was appended (others may be merged into its slot at once)."""
+    first: int = 0
+    """Absolute position of the first of the A tokens."""
+    margin: Tensor | None = None
+    """`[B, G, A]`: by how much the next best decision lost (inf where there was no choice), if asked for."""
+
+
+class Choice(NamedTuple):
+    """Decisions for rows: `slot` int64, `founds` bool and, if asked for, `margin`, each `[R, G, C]`."""
+
+    slot: Tensor
+    founds: Tensor
+    margin: Tensor | None = None
+
+
+class Norm(NamedTuple):
+    """The LayerNorm of state keys: weight and bias `[D]`, shared by heads."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, keys: Tensor) -> Tensor:
+        return F.layer_norm(keys, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+def prepare(keys: Tensor, rotary_dim: int, norm: Norm) -> Tensor:
+    """Keys as they enter the state: `LN([0] * rotary_dim ++ k[rotary_dim:])`, spec section 3."""
+    return norm(F.pad(keys[..., rotary_dim:].to(norm.weight.dtype), (rotary_dim, 0)))
+
+
+@torch.no_grad()
+def route(
+    keys_RGCD: Tensor,
+    gate_RGC: Tensor | None,
+    steps: Sequence[Update],
+    spec: KVMSpec,
+    norm: Norm,
+    key_sums: Tensor | None = None,
+    margins: bool = False,
+) -> Choice:
+    """Decide on the tokens that enter the state in `steps`.
+
+    Args:
+        keys_RGCD: prepared keys, in fp32 or wider.
+        gate_RGC: merge gates; None: all 1.
+        key_sums: `[sequences, G, S, D]` of the state before the first step; None when that step is update 0.
+    """
+    heads, size = keys_RGCD.shape[1], keys_RGCD.shape[3]
+    sums = keys_RGCD.new_zeros(steps[0].sequences, heads, steps[-1].after, size)
+    if key_sums is not None:
+        sums[:, :, : steps[0].before] = key_sums
+    read = norm(sums)
+    choices, row = [], 0
+    for step in steps:
+        rows = slice(row, row + step.sequences)
+        row = rows.stop
+        gate = None if gate_RGC is None else gate_RGC[rows]
+        keys, old = keys_RGCD[rows], read[: step.sequences, :, : step.before]
+        choice = _choose(keys, gate, old, step, spec, norm, margins)
+        choices.append(choice)
+        if step is not steps[-1]:
+            weight = key_weight(spec, step.number, choice.founds, gate)
+            _move(sums, read, choice.slot, keys if weight is None else keys * weight[..., None], norm)
+    slots, founds, distances = zip(*choices, strict=True)
+    return Choice(torch.cat(slots), torch.cat(founds), torch.cat(distances) if margins else None)
+
+
+def first_slots(keys: Tensor, first: int = 0, margins: bool = False) -> Choice:
+    """Prepared keys `[n, G, C, D]` that become slots `first`, `first + 1`, ..., without a choice."""
+    slot = torch.arange(first, first + keys.shape[2], device=keys.device).expand(keys.shape[:3])
+    margin = torch.full_like(keys[..., 0], torch.inf) if margins else None
+    return Choice(slot, torch.ones_like(slot, dtype=torch.bool), margin)
+
+
+def key_weight(spec: KVMSpec, number: int, founds: Tensor, gate: Tensor | None) -> Tensor | None:
+    """What a token's prepared key is multiplied by in update `number`; `founds`: whether it founds a slot.
+    None: 1."""
+    return _weight(spec.gate_keys, spec, number, founds, gate)
+
+
+def value_weight(spec: KVMSpec, number: int, founds: Tensor, gate: Tensor | None) -> Tensor | None:
+    """As `key_weight`, for values."""
+    return _weight(spec.gate_values, spec, number, founds, gate)
+
+
+def _weight(flag: bool, spec: KVMSpec, number: int, founds: Tensor, gate: Tensor | None) -> Tensor | None:
+    if gate is None:
+        return None
+    if number == 0:
+        return gate if spec.gate_initial else None
+    if not flag or spec.gate_appends:
+        return gate if flag else None
+    return torch.where(founds, 1, gate)
+
+
+def _choose(
+    keys: Tensor, gate: Tensor | None, old: Tensor, step: Update, spec: KVMSpec, norm: Norm, margins: bool
+) -> Choice:
+    """One update, given the slots `old` `[n, G, S, D]` in read form."""
+    appended = step.after - step.before
+    if appended == keys.shape[2]:
+        return first_slots(keys, step.before, margins)
+    scores = keys @ old.mT
+    novelty = scores.amax(-1)
+    candidates = scores[..., spec.sinks :]
+    if appended:
+        # Stable: of equally novel tokens the earlier one is appended. In the state they stand in time order.
+        order = novelty.argsort(dim=-1, stable=True)
+        founders = order[..., :appended].sort(-1).values
+        new = torch.take_along_dim(keys, founders[..., None], 2)
+        if gate is not None and spec.gate_keys and spec.gate_appends:
+            new = new * torch.take_along_dim(gate, founders, 2)[..., None]
+        candidates = torch.cat((candidates, keys @ norm(new).mT), -1)
+    slot = spec.sinks + candidates.argmax(-1)  # of equal candidates the first
+    if gate is not None and spec.gate_keys:
+        # A gate that underflowed to 0 makes all candidates equal. Any other leaves their order alone.
+        slot = torch.where(gate == 0, spec.sinks, slot)
+    margin = _margins(novelty, candidates, appended) if margins else None
+    founds = torch.zeros_like(slot, dtype=torch.bool)
+    if appended:
+        founds.scatter_(-1, founders, True)
+        slot = slot.scatter(
+            -1, founders, step.before + torch.arange(appended, device=slot.device).expand_as(founders)
+        )
+    return Choice(slot, founds, margin)
+
+
+def _margins(novelty: Tensor, candidates: Tensor, appended: int) -> Tensor:
+    """Distance of each token from being treated differently: by rank, and for merged tokens by slot."""
+    margin = torch.full_like(novelty, torch.inf)
+    if candidates.shape[-1] > 1:
+        best = candidates.topk(2, -1).values
+        margin = best[..., 0] - best[..., 1]
+    if appended:
+        ranked, order = novelty.sort(dim=-1, stable=True)
+        merged = torch.ones_like(novelty, dtype=torch.bool).scatter(-1, order[..., :appended], False)
+        by_rank = torch.where(
+            merged, novelty - ranked[..., appended - 1, None], ranked[..., appended, None] - novelty
+        )
+        margin = torch.where(merged, torch.minimum(margin, by_rank), by_rank)
+    return margin
+
+
+def _move(sums: Tensor, read: Tensor, slot: Tensor, keys: Tensor, norm: Norm) -> None:
+    """Add the keys to their slots' sums, in place, and bring those slots' read form up to date."""
+    sequences, heads, _, size = keys.shape
+    slots = sums.shape[2]
+    first = torch.arange(sequences * heads, device=slot.device) * slots
+    index = (slot + first.view(sequences, heads, 1)).flatten()
+    sums.view(-1, size).index_add_(0, index, keys.flatten(0, 2))
+    touched = norm(sums.view(-1, size).index_select(0, index))
+    read.view(-1, size).index_copy_(0, index, touched)  # a slot hit twice gets the same row twice

@@ -1,0 +1,118 @@
+"""What defines a KVM operator beside its tensors, and the timetable of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..base import LayerError, is_count, require
+from .budget import Budget
+
+VALUE_RULES = ("radius", "counts", "reference_counts")
+
+
+@dataclass(frozen=True)
+class KVMSpec:
+    """Settings of `kvm_attention`. LayerError names a setting out of range."""
+
+    chunk: int
+    """Tokens absorbed per update, and slots of the initial state."""
+    window_chunks: int
+    """Chunks a query sees exactly: its own, up to itself, and those before it."""
+    rotary_dim: int
+    """The first entries of each head are rotary; they are set to 0 in a key that enters the state."""
+    sinks: int = 1
+    """The first slots, which refuse merges."""
+    budget: Budget = field(default_factory=Budget)
+    gate_keys: bool = True
+    gate_values: bool = True
+    gate_appends: bool = False
+    """The two gates above also hold for tokens that found a slot (after the initial state)."""
+    gate_initial: bool = False
+    """The initial state's keys and values are both gated; radii stay those of the ungated values."""
+    values: str = "radius"
+    """How a slot's value sum is read. radius: its direction, with the founding token's length; counts:
+    divided by the number of tokens; reference_counts: the same by the public code's rule, which counts every
+    update for every slot."""
+
+    def __post_init__(self) -> None:
+        require(is_count(self.chunk), "chunk", self.chunk, "a whole number of 1 or more")
+        require(
+            is_count(self.window_chunks), "window_chunks", self.window_chunks, "a whole number of 1 or more"
+        )
+        require(is_count(self.rotary_dim), "rotary_dim", self.rotary_dim, "above 0 and below the head size")
+        sinks_fit = is_count(self.sinks, 0) and self.sinks <= self.chunk
+        require(sinks_fit, "sinks", self.sinks, f"a whole number from 0 to chunk ({self.chunk})")
+        require(self.values in VALUE_RULES, "values", self.values, ", ".join(VALUE_RULES))
+        if self.sinks == self.chunk and self.slots_after(1) == self.chunk:
+            raise LayerError(
+                f"sinks is {self.sinks}, all slots of the first state (chunk {self.chunk}), and "
+                "the budget adds none at the first update, so none can be merged: lower sinks or raise it"
+            )
+        grows = (
+            self.budget.mode != "fixed"
+            or self.budget.grown(self.chunk, 0, 2 * self.chunk, self.chunk) > self.chunk
+        )
+        if self.values == "reference_counts" and grows:
+            raise LayerError(
+                "values 'reference_counts' is defined only for a fixed budget of one chunk of slots"
+            )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the merge gate has any influence."""
+        return self.gate_keys or self.gate_values or self.gate_initial
+
+    def growth(self, slots: int, number: int) -> int:
+        """Slots after update `number` (1 or more; it absorbs chunk `number`), which had `slots` before it."""
+        context = (self.window_chunks + number) * self.chunk
+        return self.budget.grown(slots, context, (number + 1) * self.chunk, self.chunk)
+
+    def sizes(self) -> Iterator[int]:
+        """Slots after update 0 (the initial state, a whole chunk), 1, 2, ..."""
+        slots, number = self.chunk, 0
+        while True:
+            yield slots
+            number += 1
+            slots = self.growth(slots, number)
+
+    def slots_after(self, number: int) -> int:
+        """Slots after update `number`."""
+        sizes = self.sizes()
+        for _ in range(number):
+            next(sizes)
+        return next(sizes)
+
+    def window_start(self, position: int) -> int:
+        """First of the tokens kept exactly after `position` tokens: where the last one's window starts."""
+        return max(0, (-(-position // self.chunk) - self.window_chunks) * self.chunk)
+
+    def coverage(self, position: int) -> int:
+        """Tokens, from 0, that the slots hold after `position` tokens."""
+        return max(min(position, self.chunk), self.window_start(position))
+
+
+class Update(NamedTuple):
+    """One step of the state: chunk `number` of the first `sequences` sequences enters it.
+
+    Update 0 makes the initial state. The queries of chunk `number + window_chunks` read the result.
+    """
+
+    number: int
+    sequences: int
+    before: int  # slots
+    after: int
+
+
+def updates(spec: KVMSpec, last: list[int], first: int = 0, slots: int = 0) -> list[Update]:
+    """The updates from number `first`, before which there are `slots` slots, on.
+
+    `last`: each sequence's last update number, falling.
+    """
+    steps = []
+    for number in range(first, last[0] + 1):
+        after = spec.growth(slots, number) if number else spec.chunk
+        steps.append(Update(number, sum(end >= number for end in last), slots, after))
+        slots = after
+    return steps
