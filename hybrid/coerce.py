@@ -70,12 +70,12 @@ def _coerce_union(value: Any, kind: Any) -> Any:
     members = typing.get_args(kind)
     if value is None and type(None) in members:
         return None
-    members = [member for member in members if member is not type(None)]
-    for member in members:
+    others = [member for member in members if member is not type(None)]
+    for member in others:
         try:
             return coerce(value, member)
         except ValueError as error:
-            if len(members) == 1:
+            if len(others) == 1:
                 raise ValueError(str(error)) from None
     raise ValueError(f"expected {describe(kind)}, found {shown(value)}")
 
@@ -86,7 +86,8 @@ def _coerce_list(value: Any, kind: Any, origin: Any) -> Any:
     member, *rest = typing.get_args(kind) or (Any,)
     if origin is tuple and rest != [...] and len(value) != 1 + len(rest):
         raise ValueError(f"expected {1 + len(rest)} values, found {len(value)}")
-    kinds = [member, *rest] if origin is tuple and rest and rest != [...] else [member] * len(value)
+    fixed = origin is tuple and rest and rest != [...]
+    kinds: list[Any] = [member, *rest] if fixed else [member] * len(value)
     items = [coerce(item, item_kind) for item, item_kind in zip(value, kinds, strict=True)]
     return tuple(items) if origin is tuple else items
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Set
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -154,8 +155,8 @@ def memory_estimate(model: HybridLM, recipe: Recipe, geometry: Geometry, stage: 
 
     Gradients are accumulated in fp32. Stages 1 and up keep their part of fp32 master weights beside AdamW's
     two moments. Activations: about 13 vectors of hidden size and 3 of the feed-forward's width a token and
-    block (one per block and one whole block with activation checkpointing), and fp32 logits of one chunk
-    with their gradient.
+    block (one per block and one whole block with activation checkpointing; KVM layers keep up to as much
+    again for the states of their chunks), and fp32 logits of one chunk with their gradient.
     """
     parameters = sum(model.parameter_parts().values())
     element = 2 if recipe.train.precision == "bf16" else 4
@@ -168,11 +169,13 @@ def memory_estimate(model: HybridLM, recipe: Recipe, geometry: Geometry, stage: 
 
 
 def _activations(model: HybridLM, recipe: Recipe, geometry: Geometry, element: int) -> float:
+    from .block import ffn_width  # imports torch
+
     tokens = geometry.micro_batch * recipe.data.context
     hidden, blocks = recipe.model.hidden_size, len(model.layers)
-    block = 13 * hidden + 3 * model.blocks[0].ffn.c_fc.out_features
+    block = 13 * hidden + 3 * ffn_width(recipe.model)
     kept = blocks * hidden + block if recipe.train.activation_checkpointing else blocks * block
-    logits = 2 * 4 * min(tokens, recipe.train.loss_chunk) * model.embedding.weight.shape[0]
+    logits = 2 * 4 * min(tokens, recipe.train.loss_chunk) * model.embedding.num_embeddings
     return tokens * kept * element + logits
 
 
@@ -198,7 +201,7 @@ def size(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.4g} {unit}"
 
 
-def _columns(rows: list[list[str]], left: set[int] = frozenset()) -> str:
+def _columns(rows: list[list[str]], left: Set[int] = frozenset()) -> str:
     """Rows of cells with aligned columns; those in `left` flush left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []

@@ -142,7 +142,7 @@ class LayerTable:
     def _build_options(self, letter: str, options: type, entry: dict[str, Any]) -> None:
         before = len(self.problems)
         fields = option_types(options)
-        values = {}
+        values: dict[str, Any] = {}
         for name, value in self.model.defaults.items():
             if name in fields and name not in entry:
                 self.used_defaults.add(name)

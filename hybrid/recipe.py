@@ -14,10 +14,10 @@ import re
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     InterpolationKeyError,
     InterpolationResolutionError,
@@ -26,7 +26,7 @@ from omegaconf.errors import (
 )
 
 from . import recipe_check
-from .coerce import coerce, describe, looks_typed, shown
+from .coerce import coerce, looks_typed, shown
 from .layer_table import LayerSpec, LayerTable, layer_specs
 from .recipe_check import Geometry
 from .recipe_source import Key, RecipeError, Source, Tree, dotted, shipped
@@ -124,7 +124,7 @@ class _Loading:
 
     def build(self) -> Recipe:
         """The typed recipe; keys in `faulty` hold their default (or OmegaConf's "???")."""
-        merged: Tree = OmegaConf.to_container(OmegaConf.structured(Recipe))
+        merged = cast(Tree, OmegaConf.to_container(OmegaConf.structured(Recipe)))
         for tree in self.source.layers:
             empty = [name for name, value in tree.items() if value is None and name in merged]
             _overlay(merged, {name: value for name, value in tree.items() if name not in empty})
@@ -180,9 +180,6 @@ class _Loading:
                     setattr(result, name, coerce(value, hints[name]))
                 except ValueError as error:
                     self._problem(inner, str(error))
-        for name in hints:
-            if getattr(result, name) == MISSING and (*key, name) not in self.faulty:
-                self._problem((*key, name), f"needs a value: {describe(hints[name])}")
         return result
 
     def _sources(self, tree: Tree, key: Key) -> dict[str, SourceSection]:
@@ -278,7 +275,7 @@ def _nearest_key(name: str, siblings: Iterable[str], section: Key) -> str:
     return f"; known here: {', '.join(sorted(siblings))}"
 
 
-def _schema_keys(section: type, key: Key) -> Iterable[Key]:
+def _schema_keys(section: Any, key: Key) -> Iterable[Key]:
     for name, kind in typing.get_type_hints(section).items():
         if dataclasses.is_dataclass(kind):
             yield from _schema_keys(kind, (*key, name))

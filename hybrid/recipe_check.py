@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
+from .coerce import describe
 from .recipe_source import Key
 from .schema import Recipe
 
@@ -109,9 +112,26 @@ def geometry(recipe: Recipe, world_size: int) -> Geometry | Problem:
 def problems(recipe: Recipe, faulty: set[Key], world_size: int | None) -> Iterator[Problem]:
     """Everything wrong with the recipe apart from its layers; `faulty` keys have no value to look at."""
     faulty = set(faulty)  # the caller adds to its own while it reads
+    yield from _missing(recipe, (), faulty)
     yield from _words_and_ranges(recipe, faulty)
     yield from (p for p in _agreements(recipe) if p.key not in faulty)
     yield from (p for p in _batch(recipe, world_size) if not faulty & _BATCH_KEYS)
+
+
+def _missing(section: Any, key: Key, faulty: set[Key]) -> Iterator[Problem]:
+    """Values that were left open, apart from those of sections that could not be read at all."""
+    hints = typing.get_type_hints(type(section))
+    for name, kind in hints.items():
+        value, inner = getattr(section, name), (*key, name)
+        if inner in faulty:
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from _missing(value, inner, faulty)
+        elif name == "sources":
+            for source, entry in value.items():
+                yield from _missing(entry, (*inner, source), faulty)
+        elif value == MISSING:
+            yield Problem(inner, f"needs a value: {describe(kind)}")
 
 
 def _words_and_ranges(recipe: Recipe, faulty: set[Key]) -> Iterator[Problem]:

@@ -503,8 +503,12 @@ def test_sections_made_in_code_work_like_loaded_ones():
         optimizer=OptimizerSection(lr=1e-3),
         train=TrainSection(output="x", steps=1, batch_size=6),
     )
-    with pytest.raises(RecipeError, match=r"data\.sources: needs at least one"):
+    with pytest.raises(RecipeError) as caught:
         check(recipe)
+    assert caught.value.problems == [
+        "data.folder: needs a value: text",
+        "data.sources: needs at least one source, such as {text: {paths: [my_texts/]}}",
+    ]
 
 
 @pytest.mark.parametrize(
