@@ -79,6 +79,7 @@ class FeedForward(nn.Module):
         elif self.form == "gelu":
             inner = F.gelu(inner)
         else:
+            assert self.c_gate is not None
             inner = F.silu(self.c_gate(h)) * inner
         return self.c_proj(inner)
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,18 +39,20 @@ class HybridLM(nn.Module):
         """
         super().__init__()
         _check(model, layers)
+        assert model.vocab_size is not None
         self.section = model
+        self.vocab_size = model.vocab_size
         self.layers = list(layers)
         self.loss_chunk = 2048
         self.activation_checkpointing = False
         hidden = model.hidden_size
-        self.embedding = nn.Embedding(model.vocab_size, hidden)
+        self.embedding = nn.Embedding(self.vocab_size, hidden)
         norm = (model.norm, hidden, model.norm_eps)
         self.embedding_norm = make_norm(*norm) if model.embedding_norm else None
         self.blocks = nn.ModuleList(Block(model, mixer) for mixer in _mixers(model, layers))
         self.norm = make_norm(*norm)
-        tied = self.embedding.weight if model.tie_embeddings else None
-        self.head = Head(hidden, model.vocab_size, model.logit_softcap, tied)
+        tied = cast(nn.Parameter, self.embedding.weight) if model.tie_embeddings else None
+        self.head = Head(hidden, self.vocab_size, model.logit_softcap, tied)
         self.layout = _layout(model, layers)
         if tied is not None:
             self.register_state_dict_post_hook(_drop_tied)
@@ -135,7 +137,7 @@ class HybridLM(nn.Module):
             if given.ndim != 2 or given.numel() == 0:
                 shape = tuple(given.shape)
                 raise ModelError(f"{name} must be [batch, tokens] with at least one token, got {shape}")
-        size = self.section.vocab_size
+        size = self.vocab_size
         self._refuse_outside("ids", ids, (ids < 0) | (ids >= size))
         if labels is not None:
             if labels.shape != ids.shape:
@@ -147,7 +149,7 @@ class HybridLM(nn.Module):
         if not outside.any():
             return
         row, column = outside.nonzero()[0].tolist()
-        allowed = f"0 to {self.section.vocab_size - 1}" + (f", or {IGNORE}" if name == "labels" else "")
+        allowed = f"0 to {self.vocab_size - 1}" + (f", or {IGNORE}" if name == "labels" else "")
         found = values[row, column].item()
         raise ModelError(f"{name}[{row}, {column}] is {found}; the vocabulary allows {allowed}")
 
@@ -186,10 +188,10 @@ class HybridLM(nn.Module):
         for norm in (self.embedding_norm, self.norm):
             if norm is not None:
                 norm.reset_parameters()
-        for block in self.blocks:
+        for block in self._blocks():
             block.reset_parameters()
         if not section.tie_embeddings:
-            initialise(self.head.weight, head(section.init, section.vocab_size, section.hidden_size))
+            initialise(self.head.weight, head(section.init, self.vocab_size, section.hidden_size))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -199,9 +201,12 @@ class HybridLM(nn.Module):
     def _tie(self) -> None:
         """Leaving the meta device, and loading by assignment, make new parameters, one per module."""
         if self.section.tie_embeddings:
-            self.head.weight = self.embedding.weight
+            self.head.weight = cast(nn.Parameter, self.embedding.weight)
 
     # Accounts: these need no weights and work on the meta device
+
+    def _blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.blocks))
 
     def flops_per_token(self, context: int) -> Flops:
         """Mean over the positions of one sequence of `context` tokens."""
@@ -212,25 +217,25 @@ class HybridLM(nn.Module):
         return self._flops(lambda mixer: mixer.flops_at(position))
 
     def _flops(self, of_mixer: Callable[[Mixer], Flops]) -> Flops:
-        total = Flops(2.0 * self.section.hidden_size * self.section.vocab_size)  # the head
-        for block in self.blocks:
+        total = Flops(2.0 * self.section.hidden_size * self.vocab_size)  # the head
+        for block in self._blocks():
             total = total + of_mixer(block.mixer) + block.ffn.flops()
         return total
 
     def state_bytes(self, context: int, element_size: int = 4) -> int:
         """Bytes of one sequence's state after `context` tokens."""
         shift = self.section.hidden_size * element_size if self.section.ffn_token_shift else 0
-        return sum(block.mixer.state_bytes(context, element_size) + shift for block in self.blocks)
+        return sum(block.mixer.state_bytes(context, element_size) + shift for block in self._blocks())
 
     def parameter_parts(self) -> dict[str, int]:
         """Parameters by part, summing to the whole: embedding, mixers by kind, feed-forward, norms, head."""
         parts = {"embedding": self.embedding.weight.numel()}
-        for block in self.blocks:
+        for block in self._blocks():
             name = f"mixer {block.mixer.kind}"
             parts[name] = parts.get(name, 0) + _count(block.mixer)
-        parts["feed-forward"] = sum(_count(block.ffn) for block in self.blocks)
-        norms = [self.embedding_norm, self.norm]
-        norms += [norm for block in self.blocks for norm in (block.norm_mixer, block.norm_ffn)]
+        parts["feed-forward"] = sum(_count(block.ffn) for block in self._blocks())
+        norms: list[nn.Module | None] = [self.embedding_norm, self.norm]
+        norms += [norm for block in self._blocks() for norm in (block.norm_mixer, block.norm_ffn)]
         parts["norms"] = sum(_count(norm) for norm in norms if norm is not None)
         if not self.section.tie_embeddings:
             parts["head"] = self.head.weight.numel()
@@ -240,7 +245,7 @@ class HybridLM(nn.Module):
         """Names of parameters without weight decay: what the mixers say, and elsewhere all but matrices."""
         own = [(name, p) for name, p in self.named_parameters() if ".mixer." not in name]
         names = {name for name, p in own if p.ndim < 2}
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(self._blocks()):
             names |= {f"blocks.{i}.mixer.{name}" for name in block.mixer.no_decay()}
         return names
 

@@ -47,7 +47,8 @@ class HybridState:
 
     @property
     def batch(self) -> int:
-        return next(iter(self._tensors().values())).shape[0]
+        """Sequences; 0 when no layer remembers anything."""
+        return next((tensor.shape[0] for tensor in self._tensors().values()), 0)
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +74,7 @@ class HybridState:
         for layer in self.layers:
             if layer.mixer is not None:
                 layer.mixer._refuse_spent()
-        if self.batch != batch:
+        if self.batch not in (0, batch):
             raise StateError(f"the state holds {self.batch} sequences, the call has {batch}")
 
     def save(self, path: str | os.PathLike[str]) -> None:

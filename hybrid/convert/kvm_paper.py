@@ -171,6 +171,7 @@ def kvm_options(values: _Config | Mapping[str, Any]) -> dict[str, Any]:
     mode = values["state_budget_mode"]
     if mode not in BUDGETS:
         raise NotSupported(f"state_budget_mode is {mode!r}; supported: {', '.join(BUDGETS)}")
+    gated = values.flag("kvm_use_merge_gate_keys") or values.flag("kvm_use_merge_gate_values")
     options: dict[str, Any] = {
         "budget": BUDGETS[mode],
         "budget_minimum": max(values["state_min_len"], 1),
@@ -179,7 +180,7 @@ def kvm_options(values: _Config | Mapping[str, Any]) -> dict[str, Any]:
         "gate_keys": values.flag("kvm_use_merge_gate_keys"),
         "gate_values": values.flag("kvm_use_merge_gate_values"),
         "gate_appends": values.flag("kvm_apply_merge_gate_to_appends"),
-        "gate_initial": values.flag("kvm_apply_merge_gate_to_initial_state"),
+        "gate_initial": gated and values.flag("kvm_apply_merge_gate_to_initial_state"),
         "temperatures": values.flag("kvm_use_head_temps"),
         "values": "radius" if values.flag("kvm_use_vlens") else "reference_counts",
     }
@@ -204,7 +205,7 @@ TOP_NAMES = {
     "lm_head.weight": "head.weight",
 }
 BLOCK_NAMES = {"ln_attn": "norm_mixer", "attn": "mixer", "ln_mlp": "norm_ffn", "mlp": "ffn"}
-MIXER_NAMES: dict[str, str] = {}
+MIXER_NAMES = {"key_weighting": "merge_gate"}
 OPENED = ("attn.v_gate0", "mlp.x_k")
 """Upstream stores these vectors as [1, 1, C]."""
 

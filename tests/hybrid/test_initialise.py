@@ -98,5 +98,5 @@ def test_every_parameter_is_reset_after_meta_construction():
 
 
 def test_an_unknown_initialisation_is_refused():
-    with pytest.raises(ModelError, match="model.init is 'xavier'; allowed: paper, normal"):
+    with pytest.raises(ModelError, match=r"model\.init is 'xavier'; allowed: paper, normal"):
         build(section(init="xavier"))

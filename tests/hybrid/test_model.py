@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+from hybrid.layers.base import LayerError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid.block import ffn_width
-from hybrid.layers.base import LayerError
+from hybrid.layer_table import layer_specs
 from hybrid.model import HybridLM, ModelError
 from hybrid.schema import Recipe
 
@@ -76,9 +77,10 @@ def test_models_that_cannot_be_built_are_refused():
 
 
 def test_unequal_widths_of_shared_values_are_refused():
-    layers = {"A": {"kind": "full", "num_kv_heads": 1}, "F": {"kind": "full"}}
-    with pytest.raises(ValueError, match=r"width 16.*32|width 32.*16"):
-        mini("FA", layers=layers)
+    sections = (section("F", defaults={"num_heads": 4, "num_kv_heads": heads}) for heads in (2, 1))
+    wide, narrow = (layer_specs(one)[0] for one in sections)
+    with pytest.raises(ModelError, match=r"layer 1 \(full\) has values of width 16, layer 0 .* 32"):
+        HybridLM(section("FF"), [wide, narrow])
 
 
 def test_the_first_layer_with_a_value_residual_shares_its_values():

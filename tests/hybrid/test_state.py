@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from hybrid.layers.base import LayerError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from hybrid.layers.base import LayerError
 from hybrid.model import ModelError
 from hybrid.state import HybridState, StateError
 
