@@ -368,5 +368,5 @@ def test_no_decay_names_all_but_matrices(kind):
 def test_accounts_work_without_weights(kind):
     with torch.device("meta"):
         mixer = mixer_class(kind)(small_options(kind), Site(HIDDEN))
-    assert mixer.flops_per_token(1_000_000).training > mixer.flops_per_token(1_000_000).forward > 0
-    assert mixer.state_bytes(1_000_000, 2) > 0
+    assert mixer.flops_per_token(100_000).training > mixer.flops_per_token(100_000).forward > 0
+    assert mixer.state_bytes(100_000, 2) > 0
