@@ -32,6 +32,9 @@ from hybrid.data.sources import Input, list_inputs
 from hybrid.data.tokenizer import Tokenizer, TrainingNotes
 from hybrid.schema import DataSection, SourceSection
 
+WORTH_PROCESSES = 1 << 18
+"""Bytes of files below which starting processes takes longer than the work."""
+
 
 def prepare(
     data: DataSection,
@@ -67,10 +70,10 @@ def prepare(
         tokenizer = plan.make_tokenizer(bool(found), say)
         todo = [unit for unit in plan.own if not plan.finished(unit, tokenizer)]
         count = processes or data.prepare_processes or len(os.sched_getaffinity(0))
+        size = sum(unit.size for unit in todo)
         if todo:
-            size = sum(unit.size for unit in todo) / 1e6
-            say(f"{len(todo)} of {len(plan.own)} shards to make, from {size:.1f} MB of files")
-        if count == 1 or len(todo) <= 1:
+            say(f"{len(todo)} of {len(plan.own)} shards to make, from {size / 1e6:.1f} MB of files")
+        if count == 1 or len(todo) <= 1 or size < WORTH_PROCESSES:
             for unit in todo:
                 build(folder, unit, plan.sections[unit.source], tokenizer)
         else:

@@ -90,7 +90,7 @@ def test_a_preparation_of_four_processes_killed_half_way_ends_with_the_same_byte
     tmp_path: Path, python_model: Path
 ) -> None:
     """T053."""
-    data = python_data(tmp_path, python_model, files=24)
+    data = python_data(tmp_path, python_model, files=14)
     prepare(data, processes=1)
     uninterrupted = contents(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
@@ -106,17 +106,17 @@ def test_a_preparation_of_four_processes_killed_half_way_ends_with_the_same_byte
     def finished() -> int:
         return len(list((tmp_path / "out").glob("py/*.json")))
 
-    wait_until(lambda: finished() >= 4 or run.poll() is not None)
+    wait_until(lambda: finished() >= 3 or run.poll() is not None)
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     run.send_signal(signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
     assert len(children) == 4
     wait_until(lambda: not any(alive(int(child)) for child in children))
     done = finished()
-    assert 4 <= done < 24
+    assert 3 <= done < 14
     assert not (tmp_path / "out/report.json").exists()
     report = prepare(data, processes=4)
-    assert (report.built, report.kept) == (24 - done, done)
+    assert (report.built, report.kept) == (14 - done, done)
     assert contents(tmp_path / "out") == uninterrupted
 
 
