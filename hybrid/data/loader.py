@@ -2,8 +2,8 @@
 
 A sample is one window. Global batch i of B windows is samples `[i*B, (i+1)*B)`, whichever processes read
 them. Windows cut each source's shuffled documents (see `order`), are read in shuffled order within a pass, so
-that a batch is not one document, and sources are mixed by weight window by window (shares hold to 1 %). All of it has random
-access (grain's `MapDataset`), so to go on, one number is enough.
+that a batch is not one document, and sources are mixed by weight window by window (shares hold to 1 %). All
+of it has random access (grain's `MapDataset`), so to go on, one number is enough.
 """
 
 from __future__ import annotations

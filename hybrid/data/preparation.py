@@ -218,6 +218,8 @@ class _Plan:
                 mask = held_out(index[:, HASH], section.validation)
                 entry.held_out, entry.held_out_tokens = int(mask.sum()), int(index[mask, IDS].sum())
         if not report.missing:
+            for left in self.folder.rglob("*.partial"):  # of interrupted preparations
+                left.unlink()
             write_json(self.folder / "report.json", report.to_json(), self.label)
         return report
 

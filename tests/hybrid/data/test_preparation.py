@@ -81,6 +81,7 @@ def test_several_processes_give_the_bytes_of_one_and_keep_finished_shards(
     prepare(data, processes=2)
     assert contents(tmp_path / "out") == alone
     (tmp_path / "out/py/00002-02.json").unlink()  # as if stopped just before it was finished
+    (tmp_path / "out/py/00009-09.tokens.partial").write_bytes(b"left over")
     assert not is_prepared(data)
     assert prepare(data).built == 1
     assert contents(tmp_path / "out") == alone
