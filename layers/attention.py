@@ -76,7 +76,7 @@ class AttentionMixer(ProjectedMixer):
         sinks = self._sinks(k, v, state, position)
         count = self.keys_kept(position)
         k, v = (_keep_last(t, count, own) for t, own in zip((k, v), rows or (None, None), strict=True))
-        after = AttentionState(position, **shift, k=k, v=v, **sinks)
+        after = AttentionState(position, *shift, k, v, *sinks)
         after._rows = rows
         return self.output(y, x), after
 
@@ -84,16 +84,18 @@ class AttentionMixer(ProjectedMixer):
         self, state: AttentionState, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Rows, Rows] | None]:
         """Cached and new keys and values, and the buffers they lie in (without gradients only)."""
-        if state.k is None:
+        if state.k is None or state.v is None:
             return k, v, None
         if torch.is_grad_enabled() or k.shape[1] > self.longest_append():
             return torch.cat((state.k, k), 1), torch.cat((state.v, v), 1), None
         rows = state._rows or (Rows(), Rows())
         return rows[0].append(state.k, k), rows[1].append(state.v, v), rows
 
-    def _sinks(self, k: Tensor, v: Tensor, state: AttentionState, position: int) -> dict[str, Tensor]:
+    def _sinks(
+        self, k: Tensor, v: Tensor, state: AttentionState, position: int
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Sink fields of the state at `position`, from keys and values that still start at token 0."""
-        return {}
+        return None, None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, context: Context) -> Tensor:
         """Heads `[B, T, H, D]` for queries that are the last T of the keys `[B, L, G, D]`."""
@@ -248,11 +250,13 @@ class BlockWindow(AttentionMixer):
         chunk = self.options.chunk
         return max(0, (position // chunk + 1 - self.options.window_chunks) * chunk)
 
-    def _sinks(self, k: Tensor, v: Tensor, state: AttentionState, position: int) -> dict[str, Tensor]:
+    def _sinks(
+        self, k: Tensor, v: Tensor, state: AttentionState, position: int
+    ) -> tuple[Tensor | None, Tensor | None]:
         count = self.sinks_kept(position)
-        if state.sink_k is not None:
-            return {"sink_k": state.sink_k, "sink_v": state.sink_v}
-        return {"sink_k": k[:, :count].clone(), "sink_v": v[:, :count].clone()} if count else {}
+        if state.sink_k is not None or count == 0:
+            return state.sink_k, state.sink_v
+        return k[:, :count].clone(), v[:, :count].clone()
 
     def longest_append(self) -> int:
         return self.options.chunk * self.options.window_chunks

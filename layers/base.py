@@ -210,8 +210,9 @@ def initialise(parameter: Tensor, init: Callable[[Tensor], Any]) -> None:
     with torch.no_grad():
         init(value)
         if hasattr(parameter, "device_mesh"):
-            from torch.distributed.tensor import distribute_tensor
+            from torch.distributed.tensor import DTensor, distribute_tensor
 
+            assert isinstance(parameter, DTensor)
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
         parameter.copy_(value)
 

@@ -12,18 +12,19 @@ from .base import LayerError, initialise
 class Norm(nn.Module):
     """Normalise the last axis of `[..., size]`; the result has the input's dtype."""
 
-    def __init__(self, size: int, eps: float, bias: bool) -> None:
+    def __init__(self, size: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.size = size
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+        self._build()
         self.reset_parameters()
+
+    def _build(self) -> None:
+        """Make further parameters."""
 
     def reset_parameters(self) -> None:
         initialise(self.weight, nn.init.ones_)
-        if self.bias is not None:
-            initialise(self.bias, nn.init.zeros_)
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}"
@@ -32,8 +33,12 @@ class Norm(nn.Module):
 class LayerNorm(Norm):
     """Mean and biased variance removed, then weight and bias."""
 
-    def __init__(self, size: int, eps: float = 1e-5) -> None:
-        super().__init__(size, eps, bias=True)
+    def _build(self) -> None:
+        self.bias = nn.Parameter(torch.empty(self.size))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        initialise(self.bias, nn.init.zeros_)
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = compute_dtype(x)
@@ -43,9 +48,6 @@ class LayerNorm(Norm):
 
 class RMSNorm(Norm):
     """Divided by the root mean square (eps inside the root), then weight."""
-
-    def __init__(self, size: int, eps: float = 1e-5) -> None:
-        super().__init__(size, eps, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = compute_dtype(x)

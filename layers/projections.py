@@ -48,8 +48,8 @@ class ProjectionOptions:
             value = getattr(self, name)
             require(value is None or is_count(value), name, value, "a whole number of 1 or more, or null")
         dim = self.rotary_dim
-        even = is_count(dim, 0) and dim % 2 == 0
-        require(dim is None or even, "rotary_dim", dim, "an even number, 0 or more, or null")
+        even = dim is None or (is_count(dim, 0) and dim % 2 == 0)
+        require(even, "rotary_dim", dim, "an even number, 0 or more, or null")
         base = self.rotary_base
         positive = isinstance(base, int | float) and math.isfinite(base) and base > 0
         require(positive, "rotary_base", base, "a number above 0")
@@ -78,11 +78,19 @@ class ProjectedState(MixerState):
     shift_v: Tensor | None = None  # [B, G * D], after the value residual
 
 
+class Shift(NamedTuple):
+    """The token shift's part of a ProjectedState, in its order."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+
 class Projected(NamedTuple):
     q: Tensor  # [B, T, H, D], normalised and rotated
     k: Tensor  # [B, T, G, D], normalised and rotated
     v: Tensor  # [B, T, G, D]
-    shift: dict[str, Tensor]  # fields of the next ProjectedState
+    shift: Shift  # for the next state
 
 
 class ProjectedMixer(Mixer):
@@ -189,11 +197,11 @@ class ProjectedMixer(Mixer):
         q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
         if self.options.value_residual:
             v = self._mix_values(v, x, context)
-        shift: dict[str, Tensor] = {}
+        shift = Shift()
         if self.options.token_shift:
             last = state or ProjectedState()
             if context.want_state:
-                shift = {"shift_q": last_token(q), "shift_k": last_token(k), "shift_v": last_token(v)}
+                shift = Shift(last_token(q), last_token(k), last_token(v))
             q = token_shift(q, self.x_q, last.shift_q, lengths=context.lengths)
             k = token_shift(k, self.x_k, last.shift_k, lengths=context.lengths)
             v = token_shift(v, self.x_v, last.shift_v, lengths=context.lengths)

@@ -169,13 +169,18 @@ class KVM(ProjectedMixer):
         )
         if routes is not None:
             routes.setdefault(layer, made)
-        if statistics is not None:
-            if gate is not None:
-                statistics["gate_mean"], statistics["gate_std"] = gate.detach().mean(), gate.detach().std()
-            context.statistics.update({f"{layer}/{name}": value for name, value in statistics.items()})
-        if not context.want_state:
+        if statistics is not None and context.statistics is not None:
+            context.statistics.update(self._statistics(statistics, gate))
+        if operator is None:
             return self.output(y, x), None
-        return self.output(y, x), KVMLayerState(operator.position, **shift, operator=operator)
+        return self.output(y, x), KVMLayerState(operator.position, *shift, operator)
+
+    def _statistics(self, found: dict[str, Tensor], gate: Tensor | None) -> dict[str, Tensor]:
+        """The operator's statistics and the gate's, by the names they have in `Context.statistics`."""
+        found["window_mass"] = 1 - found["state_mass"]
+        if gate is not None:
+            found["gate_mean"], found["gate_std"] = gate.detach().mean(), gate.detach().std()
+        return {f"{self.site.layer}/{name}": value for name, value in found.items()}
 
     def _gate(self, x: Tensor) -> Tensor:
         """`1 + elu(W_g x)`, above 0: `[B, T, G]`, in at least fp32."""

@@ -6,9 +6,10 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from hybrid.layers.base import Context, Mixer, MixerState, Site
 from hybrid.layers.registry import kinds, mixer_class
-from torch import Tensor
 
 HIDDEN = 32
 KINDS = list(kinds())

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+
 from hybrid.layers.attention import BlockOptions, SlidingOptions
 from hybrid.layers.base import Context, LayerError, Site
 from hybrid.layers.softmax import force_plain
-
 from tests.parity.attention_reference import mix, visible_keys
 
 from .mixers import HIDDEN, assert_same_gradients, build, gradients, in_pieces, tokens

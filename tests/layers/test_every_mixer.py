@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hybrid.layers.base import Context, LayerError, Site
-from hybrid.layers.registry import mixer_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from hybrid.layers.base import Context, LayerError, Site
+from hybrid.layers.registry import mixer_class
 
 from .mixers import (
     HIDDEN,

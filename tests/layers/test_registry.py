@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+
 from hybrid.layers import registry
 from hybrid.layers.base import Flops, LayerError, Mixer, MixerState, Site
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from hybrid.layers.rope import Rotary, frequencies, positions, rotary, rotate
 
+from hybrid.layers.rope import Rotary, frequencies, positions, rotary, rotate
 from tests.parity.attention_reference import rotate_paper
 
 

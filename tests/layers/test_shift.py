@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from hybrid.layers.shift import last_token, shift_ramp, token_shift
 
 X = torch.tensor([[[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]]])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from hybrid.layers import value_residual
 from hybrid.layers.base import LayerError
 
