@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from hybrid.layers.kvm.attention import Budget, KVMSpec, Routes, kvm_attention
 from hybrid.layers.kvm.spec import updates
-from torch import Tensor
 
 TEMPERATURES = {"front_head_temp": "front_temperature", "state_head_temp": "state_temperature"}
 INPUTS = ("q", "k", "v", "merge_gate", "ln_s_k.weight", "ln_s_k.bias", *TEMPERATURES)

@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from hybrid.layers.softmax import force_plain
 from safetensors.torch import load_file
 
+from hybrid.layers.softmax import force_plain
 from tests.parity.core_case import core_case
 
 ROOT = Path(__file__).parents[3]
