@@ -293,14 +293,14 @@ def _route_tensors(spec: KVMSpec, routes: Routes, tokens: int) -> dict[str, Tens
     kind, update = slot.clone(), torch.full((tokens,), -1, dtype=torch.int32)
     covered = routes.slot.shape[2]
     slot[..., :covered] = routes.slot
-    kind[..., :covered] = KIND_INITIAL
+    kind[..., :covered] = torch.where(routes.founds, KIND_APPENDED, KIND_MERGED)
+    kind[..., : spec.chunk].clamp_(max=KIND_INITIAL)
     update[:covered] = torch.arange(covered) // spec.chunk  # update n absorbs chunk n
     rows, before = [], spec.chunk
     for number in range(1, -(-covered // spec.chunk)):
         first, last = number * spec.chunk, (number + 1) * spec.chunk
         after = spec.growth(before, number)
         rows.append((first, last, last + (spec.window_chunks - 1) * spec.chunk, before, after))
-        kind[..., first:last] = KIND_MERGED
         before = after
     updates = torch.tensor(rows, dtype=torch.int32).reshape(-1, 5)
     return {"route.slot": slot, "route.kind": kind, "route.update": update, "updates": updates}
