@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from hybrid.layers.base import LayerError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid.block import ffn_width
 from hybrid.layer_table import layer_specs
+from hybrid.layers.base import LayerError
 from hybrid.model import HybridLM, ModelError
 from hybrid.schema import Recipe
 

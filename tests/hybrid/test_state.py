@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from hybrid.layers.base import LayerError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from hybrid.layers.base import LayerError
 from hybrid.model import ModelError
 from hybrid.state import HybridState, StateError
 
@@ -81,6 +81,20 @@ def test_any_split_gives_the_result_of_one_call(cuts, grad, batch):
         whole, _ = model(text)
         logits, _ = in_pieces(model, text, sorted(cuts))
     assert difference(logits, whole) <= EQUAL
+
+
+def test_text_with_exact_ties_splits_equally_with_the_same_routes():
+    """Repeated text gives equal keys, so that rounding decides which slot; replayed routes take that away."""
+    model, routes = mini(), {}
+    text = ids(12).repeat(1, 15)
+    with torch.no_grad():
+        whole, _ = model(text, routes=routes)
+        parts, state, start = [], None, 0
+        for end in (1, 40, 41, 100, 180):
+            part, state = model(text[:, start:end], state, routes=dict(routes))
+            parts.append(part)
+            start = end
+    assert difference(torch.cat(parts, 1), whole) <= EQUAL
 
 
 def test_gradients_flow_through_a_state():
