@@ -177,6 +177,12 @@ class MixerState:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
+    def refuse_batch(self, batch: int) -> None:
+        """LayerError unless the state is one of `batch` sequences."""
+        sizes = {tensor.shape[0] for tensor in self.tensors().values()} - {batch}
+        if sizes:
+            raise LayerError(f"the state holds {sizes.pop()} sequences, the call has {batch}")
+
     def take(self) -> Self:
         """The state for a call to go on from; without gradients this spends the caller's copy.
 
@@ -217,6 +223,26 @@ def initialise(parameter: Tensor, init: Callable[[Tensor], Any]) -> None:
         parameter.copy_(value)
 
 
+class _AlwaysUsed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+
+
+def always_used(y: Tensor, *parameters: Tensor) -> Tensor:
+    """`y` itself, through which `parameters` get at least a zero gradient.
+
+    For parameters that some inputs do not reach: data-parallel training goes wrong where a parameter has a
+    gradient on one rank and none on another.
+    """
+    return _AlwaysUsed.apply(y, *parameters) if torch.is_grad_enabled() else y
+
+
 class Mixer(nn.Module):
     """Base of all token mixers: built as `Kind(options, site)`; a subclass gives `mix` and the accounts."""
 
@@ -252,9 +278,12 @@ class Mixer(nn.Module):
         """
         if context is None:
             context = Context.of(x)
+        if context.lengths and sum(context.lengths) != x.shape[1]:
+            raise LayerError(f"documents of {context.lengths} tokens in a row of {x.shape[1]}")
         if context.lengths and (context.want_state or state is not None):
             return self._forward_documents(x, context, state)
         if state is not None:
+            state.refuse_batch(x.shape[0])
             state = state.take()
         return self.mix(x, context, state)
 

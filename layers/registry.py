@@ -20,17 +20,20 @@ def register(kind: str):
     """Class decorator: make a mixer known as `kind`. Its `Options` must be a dataclass."""
 
     def add(mixer: type[Mixer]) -> type[Mixer]:
-        assert dataclasses.is_dataclass(mixer.Options), f"{mixer.__name__}.Options must be a dataclass"
         other = _kinds.get(kind)
-        if other is not None and other.__qualname__ != mixer.__qualname__:
-            raise LayerError(
-                f"two mixers are registered as '{kind}': {other.__module__} and {mixer.__module__}"
-            )
+        if other is not None and _origin(other) != _origin(mixer):
+            raise LayerError(f"two mixers are registered as '{kind}': {_origin(other)} and {_origin(mixer)}")
+        if not dataclasses.is_dataclass(getattr(mixer, "Options", None)):
+            raise LayerError(f"mixer '{kind}': {_origin(mixer)}.Options must be a dataclass")
         mixer.kind = kind
         _kinds[kind] = mixer
         return mixer
 
     return add
+
+
+def _origin(mixer: type[Mixer]) -> str:
+    return f"{mixer.__module__}.{mixer.__qualname__}"
 
 
 @cache
@@ -39,9 +42,14 @@ def _discover() -> None:
     for module in pkgutil.walk_packages(package.__path__, f"{__package__}."):
         importlib.import_module(module.name)
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        mixer = point.load()
-        if point.name not in _kinds:
-            register(point.name)(mixer)
+        try:
+            mixer = point.load()
+        except Exception as error:
+            owner = f" of package {point.dist.name}" if point.dist else ""
+            raise LayerError(
+                f"layer kind '{point.name}' ({point.value}{owner}) cannot be loaded: {error}"
+            ) from error
+        register(point.name)(mixer)
 
 
 def kinds() -> dict[str, type[Mixer]]:

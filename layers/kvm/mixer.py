@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base import Context, Flops, LayerError, initialise, is_count, require
+from ..base import Context, Flops, LayerError, always_used, initialise, is_count, require
 from ..norms import LayerNorm, compute_dtype
 from ..projections import Heads, ProjectedMixer, ProjectedState, ProjectionOptions
 from ..registry import register
@@ -166,6 +166,10 @@ class KVM(ProjectedMixer):
             routes=None if routes is None else routes.get(layer),
             want_state=context.want_state,
             statistics=statistics,
+        )
+        # Sequences no longer than the window reach none of these.
+        y = always_used(
+            y, *self.ln_s_k.parameters(), *(self.merge_gate.parameters() if self.spec.gated else ())
         )
         if routes is not None:
             routes.setdefault(layer, made)

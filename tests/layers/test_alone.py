@@ -66,12 +66,13 @@ def fsdp(kind, alone):
 
 
 for wrap, kind in ((ddp, "kvm"), (fsdp, "kvm"), (fsdp, "sliding_window")):
+    torch.manual_seed(0)
     alone = build(kind)
     layer = wrap(kind, alone)
     expected = train(alone, slice(None))
     losses = train(layer, slice(rank * 4 // world, (rank + 1) * 4 // world))
     dist.all_reduce(losses)
-    torch.testing.assert_close(losses / world, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(losses / world, expected, atol=5e-5, rtol=0)
     assert float(expected[2]) < float(expected[0])
     print(wrap.__name__, kind, "as alone")
 dist.destroy_process_group()
@@ -99,11 +100,10 @@ def test_a_layer_trains_under_ddp_and_fsdp_like_alone(tmp_path):
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
     ranks = [start(tmp_path, TRAINER, rank, 2, **environment) for rank in range(2)]
     try:
-        for process in ranks:
-            output, _ = process.communicate(timeout=100)
-            assert process.returncode == 0, output
-            for line in ("ddp kvm as alone", "fsdp kvm as alone", "fsdp sliding_window as alone"):
-                assert line in output
+        outputs = [process.communicate(timeout=100)[0] for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+        for line in ("ddp kvm as alone", "fsdp kvm as alone", "fsdp sliding_window as alone"):
+            assert all(line in output for output in outputs)
     finally:
         for process in ranks:
             process.kill()

@@ -142,6 +142,18 @@ def test_empty_documents_and_calls_are_refused(kind):
 
 
 @every_kind
+def test_a_state_of_another_batch_is_refused_before_it_is_spent(kind):
+    mixer, x = build(kind), tokens(2, 20)
+    with torch.no_grad():
+        _, state = mixer(x)
+        with pytest.raises(LayerError, match="the state holds 2 sequences, the call has 1"):
+            mixer(x[:1], None, state)
+        mixer(x, None, state)
+    with pytest.raises(LayerError, match=r"documents of \(10, 10\) tokens in a row of 21"):
+        mixer(tokens(1, 21), packed_context(x[:1], [10, 10]))
+
+
+@every_kind
 def test_a_spent_state_is_refused_and_a_fork_is_not(kind):
     mixer, x = build(kind), tokens(2, 40)
     with torch.no_grad():
@@ -280,7 +292,7 @@ def test_fresh_layers_are_finite_forward_and_backward_and_after_a_step(kind, dty
             y, _ = mixer(x, Context.of(x, want_state=False))
             (y.float() - 1).square().sum().backward()
             for name, parameter in mixer.named_parameters():
-                assert parameter.grad is None or torch.isfinite(parameter.grad).all(), name
+                assert torch.isfinite(parameter.grad).all(), name  # every parameter always has one
             optimizer.step()
             optimizer.zero_grad()
         assert torch.isfinite(y).all()

@@ -27,9 +27,20 @@ def test_two_mixers_of_one_name_are_refused():
     class Other(Mixer):
         Options = registry.mixer_class("full").Options
 
-    with pytest.raises(LayerError, match="two mixers are registered as 'full'"):
+    with pytest.raises(
+        LayerError, match=r"registered as 'full': hybrid.layers.attention.FullAttention and .*Other"
+    ):
         registry.register("full")(Other)
     assert registry.mixer_class("full").__name__ == "FullAttention"
+
+
+def test_options_must_be_a_dataclass():
+    class Other(Mixer):
+        class Options:
+            pass
+
+    with pytest.raises(LayerError, match=r"mixer 'other': .*Other.Options must be a dataclass"):
+        registry.register("other")(Other)
 
 
 def test_flops_add_up_and_training_has_no_backward_of_the_routing():
