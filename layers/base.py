@@ -81,6 +81,8 @@ class Context:
     routes: dict[int, Any] | None = None
     """Layer index -> routing decisions. A layer found here replays them, another records its own;
     None: neither. For a packed row with state they are a list, one entry per document."""
+    tables: dict[Any, Any] = field(default_factory=dict)
+    """What layers of this call compute alike, by a key of their own: rotary tables."""
     statistics: dict[str, Tensor] | None = None
     """Where mixers leave scalars for monitoring, keyed `layer_index/name`; None: do not compute them."""
 
@@ -105,7 +107,7 @@ class Context:
         if self.routes is not None:
             routes = {layer: kept[index] for layer, kept in self.routes.items() if isinstance(kept, list)}
         return replace(
-            self, cu_seqlens=None, lengths=(), embedding=embedding, first_values=cut, routes=routes
+            self, cu_seqlens=None, lengths=(), embedding=embedding, first_values=cut, routes=routes, tables={}
         )
 
 

@@ -217,8 +217,11 @@ class ProjectedMixer(Mixer):
 
     def _rotary(self, x: Tensor, context: Context, state: ProjectedState | None) -> Rotary:
         start = 0 if state is None else state.position
-        at = positions(x.shape[1], start, context.lengths, x.device)
-        return rotary(at, self.rotary_dim, self.options.rotary_base, self.options.rotary_style)
+        settings = (self.rotary_dim, self.options.rotary_base, self.options.rotary_style)
+        key = ("rotary", start, *settings)
+        if key not in context.tables:
+            context.tables[key] = rotary(positions(x.shape[1], start, context.lengths, x.device), *settings)
+        return context.tables[key]
 
     def _mix_values(self, v: Tensor, x: Tensor, context: Context) -> Tensor:
         """The value residual; the first layer of the kind also computes what the others get."""

@@ -16,6 +16,18 @@ def token_shift(
     Args:
         x: `[B, T, C]`.
         mix: `[C]`, 0 keeps the token, 1 takes the one before.
+        last, fallback, lengths: as in `previous`.
+    """
+    return torch.lerp(x, previous(x, last, fallback, lengths), mix.to(x.dtype))
+
+
+def previous(
+    x: Tensor, last: Tensor | None = None, fallback: str = "first", lengths: tuple[int, ...] = ()
+) -> Tensor:
+    """`x_{t-1}` for every t.
+
+    Args:
+        x: `[B, T, C]`.
         last: the vector before the first one, `[B, C]`, carried from the previous call; None at the start.
         fallback: what stands before the first vector of a sequence: "first" (itself, so no shift) or "zero".
         lengths: of packed documents, each of which starts anew (`last` must be None then).
@@ -31,7 +43,7 @@ def token_shift(
         starts = torch.tensor(lengths[:-1], device=x.device).cumsum(0)
         own = x[:, starts] if fallback == "first" else torch.zeros_like(x[:, starts])
         before = before.index_copy(1, starts, own)
-    return x + mix.to(x.dtype) * (before - x)
+    return before
 
 
 def last_token(x: Tensor) -> Tensor:

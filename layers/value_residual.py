@@ -20,7 +20,7 @@ def gate_rank(hidden_size: int) -> int:
 
 def mix_values(v: Tensor, first: Tensor, gate0: Tensor, gate: Tensor) -> Tensor:
     """Values `[B, T, W]` after the residual; `gate` `[B, T, W]` is W2 W1 x, `gate0` `[W]` its bias."""
-    return v + (first.to(v.dtype) - v) * torch.sigmoid(gate + gate0).to(v.dtype)
+    return torch.lerp(v, first.to(v.dtype), torch.sigmoid(gate + gate0).to(v.dtype))
 
 
 def refuse_width(kind: str, layer: int, width: int, first: Tensor) -> None:
