@@ -7,6 +7,7 @@ import os
 import socket
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ def _serve(connection: Any, rank: int, size: int, port: int) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu",
     )  # fmt: skip
+    warnings.simplefilter("ignore", FutureWarning)
     from hybrid.train import distributed
 
     distributed.start(threads=1)

@@ -1,0 +1,182 @@
+"""One step on real ranks: exact weighting, equal replicas, skipping."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid.data.rows import Batch, Segment
+from hybrid.loss import IGNORE
+from hybrid.model import HybridLM
+from hybrid.recipe import Geometry, layer_specs
+from hybrid.schema import Recipe
+from hybrid.train import distributed, optimizer, step
+from hybrid.train.engine import Engine
+from hybrid.train.signals import Signals
+
+from .tiny import fingerprint, patched
+
+pytestmark = pytest.mark.ranks
+
+SEQUENCES, LENGTH, VOCABULARY, STEPS = 8, 12, 40, 3
+SPLITS = (8, 4, 2, 1)  # micro-batch sizes of a rank's 8 sequences
+STAGES = [("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 2), ("bf16", 3)]
+
+
+def recipe(stage: int = 0, precision: str = "fp32", **section: Any) -> Recipe:
+    found = Recipe()
+    found.model.pattern, found.model.hidden_size, found.model.vocab_size = "FW", 16, VOCABULARY
+    found.model.defaults = {"num_heads": 2}
+    found.model.layers = {"W": {"window": 4}}
+    found.optimizer.lr, found.optimizer.clip = 1e-2, 0.0
+    for name, value in section.items():
+        setattr(found.optimizer, name, value)
+    found.parallel.zero_stage, found.train.precision = stage, precision
+    return found
+
+
+def model(precision: str = "fp32") -> HybridLM:
+    """The same weights every time; `bf16`: rounded to what bf16 can hold."""
+    torch.manual_seed(0)
+    section = recipe().model
+    made = HybridLM(section, layer_specs(section))
+    with torch.no_grad():
+        for parameter in made.parameters():  # nothing zero or tiny: every parameter has a real gradient
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return made.bfloat16().float() if precision == "bf16" else made
+
+
+def data(world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and labels `[steps, 8 * world, T]`; counted labels are spread unevenly, a sequence has none."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (STEPS, SEQUENCES * world, LENGTH)
+    ids = torch.randint(0, VOCABULARY, shape, generator=generator)
+    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
+    for sequence in range(shape[1]):
+        labels[:, sequence, : (5 * sequence) % (LENGTH + 1)] = IGNORE
+    labels[:, 0] = IGNORE
+    return ids, labels
+
+
+def micro_batches(ids: torch.Tensor, labels: torch.Tensor, size: int) -> list[Batch]:
+    """A rank's `[8, T]` cut into micro-batches."""
+    return [
+        Batch(a, b, None, 0, [Segment("text", 0, 0, a.numel())])
+        for a, b in zip(ids.split(size), labels.split(size), strict=True)
+    ]
+
+
+def in_ranks(
+    stage: int, precision: str, size: int, *, steps: int = STEPS, bad_step: int | None = None, **section: Any
+) -> dict[str, Any]:
+    """Some steps in a rank; `bad_step`: there the last rank's loss is nan."""
+    from deepspeed.runtime import bf16_optimizer
+
+    world = distributed.start(1)
+    geometry = Geometry(world.size, world.size, size, SEQUENCES // size)
+    with patched(bf16_optimizer, "see_memory_usage", lambda *_, **__: None):  # a garbage collection each
+        engine = Engine(model(), recipe(stage, precision, **section), geometry, world)
+    ids, labels = data(world.size)
+    mine = slice(world.rank * SEQUENCES, (world.rank + 1) * SEQUENCES)
+    found: dict[str, Any] = {"hashes": [fingerprint(engine)], "steps": []}
+    true_objective = step._objective
+
+    def bad_objective(*args: Any) -> torch.Tensor:
+        value = true_objective(*args)
+        args[-1][0] *= math.nan
+        return value
+
+    for number in range(steps):
+        engine.set_rates(1.0)
+        batches = micro_batches(ids[number, mine], labels[number, mine], size)
+        bad = number == bad_step and world.rank == world.size - 1
+        with patched(step, "_objective", bad_objective if bad else true_objective):
+            done = step.take(engine, world, batches, Signals())
+        found["steps"].append((done.loss, done.update.norm, done.update.clip_factor, done.update.skipped))
+        found["hashes"].append(fingerprint(engine))
+    found["weights"] = engine.weights()
+    engine.close()
+    return found
+
+
+def all_splits(stage: int, precision: str, sizes: tuple[int, ...], **more: Any) -> list[dict[str, Any]]:
+    return [in_ranks(stage, precision, size, **more) for size in sizes]
+
+
+def reference(world: int, precision: str = "fp32", skip: int | None = None, **section: Any) -> dict[str, Any]:
+    """The same steps as one large batch with plain torch in fp32."""
+    plain, settings = model(precision), recipe(**section).optimizer
+    built = optimizer.build(settings, plain.named_parameters(), plain.no_decay())
+    ids, labels = data(world)
+    found: dict[str, Any] = {"steps": []}
+    for number in range(STEPS):
+        if number == skip:
+            continue
+        optimizer.apply(built.param_groups, settings, 1.0, 1.0)
+        out = plain(ids[number], labels=labels[number])
+        loss = out.total / out.tokens
+        loss.backward()
+        if number == 0:
+            found["gradients"] = {name: p.grad.clone() for name, p in plain.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), settings.clip or math.inf)
+        found["steps"].append((loss.item(), norm.item()))
+        built.step()
+        built.zero_grad()
+    return found
+
+
+def largest_error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Largest error of any tensor relative to that tensor's largest value."""
+    assert found.keys() == right.keys()
+    return max(
+        float((found[name] - right[name]).abs().max() / right[name].abs().max().clamp(min=1e-9))
+        for name in right
+    )
+
+
+@pytest.mark.parametrize(("precision", "stage"), STAGES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_any_split_gives_the_gradient_of_one_large_batch(rank_pools, world: int, precision: str, stage: int):
+    """T010. One large SGD step shows the gradient that the optimizer was given."""
+    rate = 1e3
+    settings = {"name": "sgd", "lr": rate, "weight_decay": 0.0}
+    start = dict(model(precision).named_parameters())
+    right = reference(world, precision, **settings)["gradients"]
+    found = rank_pools(world).run(all_splits, stage, precision, SPLITS[:: 3 - world], steps=1, **settings)
+    for split in found[0]:
+        gradients = {name: (start[name].detach() - new) / rate for name, new in split["weights"].items()}
+        error = largest_error(gradients, right)
+        assert error < (1e-5 if precision == "fp32" else 5e-2)
+
+
+@pytest.mark.parametrize(("precision", "stage"), STAGES)
+def test_adamw_follows_the_large_batch_and_replicas_stay_equal(two_ranks, precision: str, stage: int):
+    """T010: losses, norms, and the hash of the weights on both ranks after each of three steps."""
+    right = reference(2, clip=0.5)["steps"]
+    tolerance = 2e-5 if precision == "fp32" else 2e-2
+    for ranks in zip(*two_ranks.run(all_splits, stage, precision, (8, 2), clip=0.5), strict=True):
+        assert ranks[0]["hashes"] == ranks[1]["hashes"]
+        assert len(set(ranks[0]["hashes"])) == STEPS + 1
+        for (loss, norm, factor, skipped), wanted in zip(ranks[0]["steps"], right, strict=True):
+            assert (loss, norm) == pytest.approx(wanted, rel=tolerance)
+            assert factor == pytest.approx(min(1.0, 0.5 / norm), rel=1e-4)
+            assert not skipped
+
+
+@pytest.mark.parametrize(("precision", "stage"), STAGES)
+def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(two_ranks, precision: str, stage: int):
+    """Weights stay, and the next step is as if the skipped one had not been: moments and step counts too."""
+    ranks = two_ranks.run(in_ranks, stage, precision, 4, bad_step=1)
+    before, after = reference(2, skip=1)["steps"]
+    tolerance = 2e-5 if precision == "fp32" else 2e-2
+    for found in ranks:
+        first, skipped, last = found["steps"]
+        assert first[:2] == pytest.approx(before, rel=tolerance)
+        assert last[:2] == pytest.approx(after, rel=tolerance)
+        assert (skipped[2:], math.isfinite(skipped[1])) == ((0.0, True), False)
+        assert found["hashes"][2] == found["hashes"][1]
+        assert found["hashes"][3] != found["hashes"][2]
+    assert ranks[0]["hashes"] == ranks[1]["hashes"]
