@@ -4,9 +4,10 @@
 KVM operator are made of. `force_plain` switches every one of them to plain matrix products.
 """
 
+from ..plain import force_plain
 from .attention import attention, block_window_attention
 from .joined import ALL, Part, joined_attention, part_share
-from .kernels import Mask, force_plain
+from .kernels import Mask
 
 __all__ = [
     "ALL",

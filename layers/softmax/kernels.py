@@ -9,13 +9,12 @@ part; its gradients are then this block's share of the whole gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from enum import Enum
 
 import torch
 from torch import Tensor
+
+from ..plain import plain_forced
 
 
 class Mask(Enum):
@@ -26,23 +25,10 @@ class Mask(Enum):
     UPPER = "j >= i"
 
 
-_plain: ContextVar[bool] = ContextVar("plain_attention", default=False)
-
-
-@contextmanager
-def force_plain(on: bool = True) -> Iterator[None]:
-    """Inside this context all attention, and later its backward, is plain matrix products and softmax."""
-    token = _plain.set(on)
-    try:
-        yield
-    finally:
-        _plain.reset(token)
-
-
 def choose(q: Tensor) -> str:
     """The kernel for queries `q`: "plain", or torch's flash operator for "cpu" or "cuda"."""
     head_size = q.shape[-1]
-    if _plain.get() or head_size > 256:
+    if plain_forced() or head_size > 256:
         return "plain"
     if q.device.type == "cpu":
         return "cpu"

@@ -1,0 +1,114 @@
+"""State space duality: a matrix state with one decay per head (Mamba-2 paper).
+
+Per head, with log decay g, `S <- e^g S + x B^T;  o = S C`, S `[P, N]`. Head h uses group h // (H / G) of the
+inputs B and outputs C of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .chunks import Cut, decay_scan
+from .kernels import borders, fla_function, recurrent
+
+CHUNK = 32  # tokens; measured on a CPU against 16 and 64
+STEPS = 4  # up to so many tokens are done one by one
+
+
+def ssd(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    g: Tensor,
+    *,
+    state: Tensor | None = None,
+    lengths: Sequence[int] = (),
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs for every token, and the state after the last.
+
+    Args:
+        x: `[B, T, H, P]`, what each token adds.
+        b, c: `[B, T, G, N]`, H a multiple of G.
+        g: `[B, T, H]`, at most 0.
+        state: `[B, H, P, N]`, fp32 or wider; None: zero.
+        lengths: documents packed in the row (B is 1, no state): each starts from zero. The state returned is
+            then the last document's.
+        dtype: what the model computes in, which decides on the kernels; None: x's.
+
+    Returns:
+        `[B, T, H, P]` and `[B, H, P, N]`, both in at least fp32 (outputs of the kernels in `dtype`).
+    """
+    assert state is None or len(lengths) < 2
+    found = _kernel(x, b, c, g, state, lengths, dtype or x.dtype)
+    if found is not None:
+        return found
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, b, c, g = (z.to(wide) for z in (x, b, c, g))
+    if state is None:
+        state = x.new_zeros(x.shape[0], *x.shape[2:], b.shape[-1])
+    with torch.autocast(x.device.type, enabled=False):
+        if x.shape[1] <= STEPS and len(lengths) < 2:
+            return _steps(x, b, c, g, state.to(wide))
+        return _chunks(x, b, c, g, state.to(wide), lengths)
+
+
+def _kernel(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    g: Tensor,
+    state: Tensor | None,
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor] | None:
+    """By fla's gated linear attention with a decay per head, or None; its states are the transpose of ours."""
+    form = "fused_recurrent" if recurrent(x.shape[1]) else "chunk"
+    x, b, c = (z.to(dtype) for z in (x, b, c))
+    run = fla_function(f"fla.ops.simple_gla:{form}_simple_gla", x, b.shape[-1])
+    if run is None:
+        return None
+    group = x.shape[2] // b.shape[2]
+    cu_seqlens = borders(lengths, x.device)
+    o, states = run(
+        q=c.repeat_interleave(group, 2), k=b.repeat_interleave(group, 2), v=x, g=g, scale=1.0,
+        initial_state=None if state is None else state.mT.contiguous(), output_final_state=True,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return o, (states[-1:] if cu_seqlens is not None else states).mT
+
+
+def _steps(x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    group = x.shape[2] // b.shape[2]
+    b, c = (z.repeat_interleave(group, 2) for z in (b, c))
+    decay, outs = g.exp(), []
+    for t in range(x.shape[1]):
+        state = state * decay[:, t, :, None, None] + x[:, t, :, :, None] @ b[:, t, :, None]
+        outs.append(state @ c[:, t, :, :, None])
+    return torch.stack([out.squeeze(-1) for out in outs], 1), state
+
+
+def _chunks(
+    x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor, lengths: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """All chunks at once; M heads share a group, and their products with it are one."""
+    cut = Cut.of(x.shape[1], CHUNK, lengths, x.device)
+    groups, width = b.shape[2], x.shape[-1]
+    x_NBLGMP = cut.split(x).unflatten(3, (groups, -1))
+    b, c = (cut.split(z).transpose(2, 3).contiguous() for z in (b, c))  # [N, B, G, L, N]
+    total = cut.split(g).unflatten(3, (groups, -1)).movedim(2, -1).double().cumsum(-1)  # [N, B, G, M, L]
+    hidden = torch.ones(cut.size, cut.size, dtype=torch.bool, device=x.device).triu(1)
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(hidden, -torch.inf).to(x.dtype).exp()
+    out = ((c @ b.mT).unsqueeze(3) * decay) @ x_NBLGMP.permute(0, 1, 3, 4, 2, 5)  # [N, B, G, M, L, P]
+
+    rest = (total[..., -1:] - total).exp().to(x.dtype)
+    kept = (x_NBLGMP * rest.movedim(-1, 2)[..., None]).flatten(-2).transpose(2, 3)  # [N, B, G, L, M * P]
+    added = (kept.mT @ b).unflatten(3, (-1, width))  # [N, B, G, M, P, N]
+    whole = total[..., -1].exp().to(x.dtype)[..., None, None]
+    before, last = decay_scan(added, whole, state.unflatten(1, (groups, -1)), cut.starts)
+    carried = (c @ before.flatten(3, 4).mT).unflatten(-1, (-1, width)).transpose(3, 4)
+    out = out + carried * total.exp().to(x.dtype)[..., None]
+    return cut.join(out.flatten(2, 3).transpose(2, 3)), last.flatten(1, 2)
