@@ -36,7 +36,7 @@ class ShortConv(nn.Module):
         """Convolve `u` `[B, T, channels]`.
 
         Args:
-            last: the `width` inputs before the first, `[B, channels, width]`, oldest first; None at the start.
+            last: `[B, channels, width]`, the inputs before the first, oldest first; None at the start.
             lengths: of packed documents, each of which starts anew (`last` must be None then).
 
         Returns:

@@ -65,7 +65,7 @@ def _kernel(
     lengths: Sequence[int],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor] | None:
-    """By fla's gated linear attention with a decay per head, or None; its states are the transpose of ours."""
+    """By fla's gated linear attention with a decay per head, or None; its states are ours transposed."""
     form = "fused_recurrent" if recurrent(x.shape[1]) else "chunk"
     x, b, c = (z.to(dtype) for z in (x, b, c))
     run = fla_function(f"fla.ops.simple_gla:{form}_simple_gla", x, b.shape[-1])

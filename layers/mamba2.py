@@ -1,0 +1,176 @@
+"""Mamba-2: a gated state space layer (Mamba-2 paper; parameter names of its code)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import Context, Flops, LayerError, Mixer, MixerState, Site, initialise, is_count, require
+from .gated_deltanet import check_eps, reset_linear
+from .linear.decay import reset_decay_rate, reset_time_step
+from .linear.short_conv import ShortConv
+from .linear.ssd import ssd
+from .norms import Norm, compute_dtype
+from .registry import register
+
+
+@dataclass
+class Mamba2Options:
+    expand: int = 2
+    """Inner width, in hidden sizes."""
+    num_heads: int | None = None
+    """H. None: inner width / head_dim."""
+    head_dim: int | None = None
+    """P. None: inner width / num_heads, or 64 without that too."""
+    state_size: int = 128
+    """N, numbers that the state keeps for each of a head's channels."""
+    n_groups: int = 1
+    """G, a divisor of the heads; head h reads and writes the state through group h // (H / G)."""
+    conv_size: int = 4
+    """Tokens that the convolution sees, the current one included."""
+    conv_bias: bool = True
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("expand", "state_size", "n_groups", "conv_size"):
+            require(is_count(getattr(self, name)), name, getattr(self, name), "a whole number of 1 or more")
+        for name in ("num_heads", "head_dim"):
+            value = getattr(self, name)
+            require(value is None or is_count(value), name, value, "a whole number of 1 or more, or null")
+        require(isinstance(self.conv_bias, bool), "conv_bias", self.conv_bias, "true, false")
+        check_eps(self.norm_eps)
+
+
+class Mamba2Heads(NamedTuple):
+    num_heads: int
+    head_dim: int
+
+
+@dataclass
+class Mamba2State(MixerState):
+    """The recurrent state, and the short convolution's last inputs (oldest first)."""
+
+    recurrent: Tensor | None = None  # [B, H, P, N], at least fp32
+    conv: Tensor | None = None  # [B, expand * C + 2 * G * N, conv_size]
+
+
+class GroupRMSNorm(Norm):
+    """Every group of features divided by its own root mean square (eps inside the root), then weight."""
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        self.groups = groups
+        super().__init__(size, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = compute_dtype(x)
+        grouped = x.to(dtype).unflatten(-1, (self.groups, -1))
+        normal = F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2)
+        return (normal * self.weight.to(dtype)).to(x.dtype)
+
+
+@register("mamba2")
+class Mamba2(Mixer):
+    """`S <- e^g S + (dt x) B^T;  o = S C + D x`, with g = -exp(A_log) dt."""
+
+    Options = Mamba2Options
+
+    def __init__(self, options: Any, site: Site) -> None:
+        super().__init__(options, site)
+        self.num_heads, self.head_dim = self.heads(options, site.hidden_size)
+        self.inner = options.expand * site.hidden_size
+        self.group_width = options.n_groups * options.state_size
+        self.conv_width = self.inner + 2 * self.group_width
+        self.in_proj = nn.Linear(site.hidden_size, self.inner + self.conv_width + self.num_heads, bias=False)
+        self.conv1d = ShortConv(self.conv_width, options.conv_size, options.conv_bias)
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.D = nn.Parameter(torch.empty(self.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+        self.norm = GroupRMSNorm(self.inner, options.n_groups, options.norm_eps)
+        self.out_proj = nn.Linear(self.inner, site.hidden_size, bias=False)
+        self.reset_parameters()
+
+    @classmethod
+    def heads(cls, options: Any, hidden_size: int) -> Mamba2Heads:
+        """The options' head count and size for `hidden_size`; LayerError where they do not fit it."""
+        inner, heads = options.expand * hidden_size, options.num_heads
+        width = options.head_dim or (64 if heads is None else None)
+        if heads is None or width is None:
+            name, divisor = ("head_dim", width) if heads is None else ("num_heads", heads)
+            if inner % divisor:
+                raise LayerError(f"{name} is {divisor}; allowed: divisors of expand * hidden_size = {inner}")
+            heads, width = (inner // divisor, divisor) if heads is None else (heads, inner // divisor)
+        if heads * width != inner:
+            raise LayerError(
+                f"num_heads is {heads} and head_dim {width}; allowed: any whose product is expand * "
+                f"hidden_size = {inner}"
+            )
+        if heads % options.n_groups:
+            raise LayerError(f"n_groups is {options.n_groups}; allowed: divisors of the {heads} heads")
+        return Mamba2Heads(heads, width)
+
+    @classmethod
+    def check(cls, options: Any, site: Site) -> None:
+        cls.heads(options, site.hidden_size)
+
+    def reset_parameters(self) -> None:
+        """Linear maps and the convolution as torch initialises them."""
+        reset_linear(self.in_proj)
+        reset_linear(self.out_proj)
+        self.conv1d.reset_parameters()
+        self.norm.reset_parameters()
+        initialise(self.A_log, lambda a: reset_decay_rate(a, 1, 16))
+        initialise(self.D, nn.init.ones_)
+        initialise(self.dt_bias, reset_time_step)
+
+    def mix(
+        self, x: Tensor, context: Context, state: Mamba2State | None
+    ) -> tuple[Tensor, Mamba2State | None]:
+        state = state or Mamba2State()
+        z, u, dt = self.in_proj(x).split((self.inner, self.conv_width, self.num_heads), -1)
+        mixed, conv = self.conv1d(u, state.conv, context.lengths)
+        inner, b, c = mixed.split((self.inner, self.group_width, self.group_width), -1)
+        wide = mixed.dtype
+        step = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        inner = inner.unflatten(-1, (self.num_heads, -1))
+        groups = (self.options.n_groups, -1)
+        o, recurrent = ssd(
+            step[..., None] * inner,
+            b.unflatten(-1, groups),
+            c.unflatten(-1, groups),
+            -self.A_log.to(wide).exp() * step,
+            state=state.recurrent,
+            lengths=context.lengths,
+            dtype=u.dtype,
+        )
+        o = o.to(wide) + self.D.to(wide)[:, None] * inner
+        gated = self.norm(o.flatten(-2) * F.silu(z.to(wide)))
+        y = self.out_proj(gated.to(x.dtype)).to(x.dtype)
+        if not context.want_state:
+            return y, None
+        return y, Mamba2State(state.position + x.shape[1], recurrent, conv)
+
+    def empty_state(self, batch: int) -> Mamba2State:
+        weight = self.out_proj.weight
+        shape = (batch, self.num_heads, self.head_dim, self.options.state_size)
+        recurrent = weight.new_zeros(shape, dtype=compute_dtype(weight))
+        return Mamba2State(
+            recurrent=recurrent, conv=weight.new_zeros(batch, self.conv_width, self.options.conv_size)
+        )
+
+    # Accounts. The recurrence is counted token by token: one write and one read of the state. The chunked
+    # form does other products, of about the same size; the convolution is none.
+
+    def flops_at(self, position: int) -> Flops:
+        maps = self.site.hidden_size * (2 * self.inner + self.conv_width + self.num_heads)
+        return Flops(2.0 * maps + 4.0 * self.inner * self.options.state_size)
+
+    def flops_per_token(self, context_length: int) -> Flops:
+        return self.flops_at(context_length - 1)
+
+    def state_bytes(self, context_length: int, element_size: int = 4) -> int:
+        recurrent = self.inner * self.options.state_size * max(element_size, 4)
+        return recurrent + self.conv_width * self.options.conv_size * element_size
