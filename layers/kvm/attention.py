@@ -15,29 +15,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..base import LayerError
 from ..softmax import Mask, Part, joined_attention, part_share
 from ..softmax.attention import same_dtype
-from ..softmax.grid import ChunkGrid, Span, rows
+from ..softmax.grid import ChunkGrid
 from .budget import Budget
-from .routing import Choice, Norm, Routes, first_slots, prepare, route
+from .chunks import Call, Queries, decide, on_grid
+from .routing import Choice, Norm, Routes, first_slots, prepare
 from .spec import KVMSpec, Update, updates
-from .state import KVMState, Sums, accumulate, contributions, read
+from .state import KVMState, contributions
 
 __all__ = ["Budget", "KVMSpec", "KVMState", "Routes", "kvm_attention"]
-
-GROUP_BYTES = 512 * 2**20
-"""Slots of so many bytes exist at once; longer calls go by groups of chunks, recomputed in the backward."""
-
-Queries = tuple[Tensor, Tensor]
-"""The queries for window keys and for slots (each with its temperature multiplied in)."""
 
 
 def kvm_attention(
@@ -83,7 +76,7 @@ def kvm_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     gate = merge_gate.to(wide) if merge_gate is not None and spec.gated else None
     norm = Norm(norm_weight.to(wide), norm_bias.to(wide))
-    call = _Call(spec, norm, 1 / math.sqrt(q.shape[-1]), routes, want_margins, statistics)
+    call = Call(spec, norm, 1 / math.sqrt(q.shape[-1]), routes, want_margins, statistics)
     temperatures = (front_temperature, state_temperature)
     front, back = (q if t is None else (q * t.to(wide)[:, None]).to(q.dtype) for t in temperatures)
     with torch.autocast(q.device.type, enabled=False):
@@ -96,7 +89,7 @@ def kvm_attention(
 
 
 def attend(
-    call: _Call,
+    call: Call,
     queries: Queries,
     k: Tensor,
     v: Tensor,
@@ -128,25 +121,6 @@ def attend(
                     list(queries), keys, values, part, lse, call.scale
                 )
     return y, mass.transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What one call of the operator needs everywhere."""
-
-    spec: KVMSpec
-    norm: Norm
-    scale: float
-    replay: Routes | None
-    margins: bool
-    statistics: dict[str, Tensor] | None
-
-    def note(self, slots: float, tokens: float, mass: Tensor) -> None:
-        """`mass`: on slots, one entry for each query."""
-        if self.statistics is not None:
-            self.statistics["slots"] = torch.tensor(float(slots))
-            self.statistics["tokens_per_slot"] = torch.tensor(tokens / slots)
-            self.statistics["state_mass"] = mass.mean()
 
 
 def _check(
@@ -192,7 +166,7 @@ def _taken(state: KVMState) -> KVMState:
 
 
 def _sequences(
-    call: _Call,
+    call: Call,
     queries: Queries,
     k: Tensor,
     v: Tensor,
@@ -219,7 +193,7 @@ def _sequences(
 
 
 def _within_chunk(
-    call: _Call, queries: Queries, k: Tensor, v: Tensor, gate: Tensor | None, state: KVMState
+    call: Call, queries: Queries, k: Tensor, v: Tensor, gate: Tensor | None, state: KVMState
 ) -> tuple[Tensor, KVMState, Routes]:
     """A call whose tokens all lie in one chunk, such as a token to decode: no grid, and nothing is padded."""
     spec, position, tokens = call.spec, state.position, k.shape[1]
@@ -249,7 +223,7 @@ def _within_chunk(
     return y, state, made
 
 
-def _update(call: _Call, state: KVMState, number: int) -> Routes:
+def _update(call: Call, state: KVMState, number: int) -> Routes:
     """Absorb the window's first chunk."""
     spec = call.spec
     k, v, gate = state.oldest(spec.chunk)
@@ -257,13 +231,13 @@ def _update(call: _Call, state: KVMState, number: int) -> Routes:
     values, gate = v.transpose(1, 2), None if gate is None else gate.transpose(1, 2)
     step = Update(number, k.shape[0], state.slots, spec.growth(state.slots, number))
     starts = [(b, 0) for b in range(k.shape[0])]
-    choice = _decide(call, keys, gate, [step], state.sums().keys, starts)
+    choice = decide(call, keys, gate, [step], state.sums().keys, starts)
     added = contributions(keys, values, gate, choice.founds, [step], spec)
     state.absorb(added, choice.slot, step, spec)
     return _routes(choice, number * spec.chunk)
 
 
-def _found(call: _Call, state: KVMState, k: Tensor, v: Tensor, gate: Tensor | None) -> Routes:
+def _found(call: Call, state: KVMState, k: Tensor, v: Tensor, gate: Tensor | None) -> Routes:
     """The first chunk's tokens are slots from the start."""
     keys = prepare(k, call.spec.rotary_dim, call.norm).transpose(1, 2)
     values, gate = v.transpose(1, 2), None if gate is None else gate.transpose(1, 2)
@@ -274,7 +248,7 @@ def _found(call: _Call, state: KVMState, k: Tensor, v: Tensor, gate: Tensor | No
 
 
 def _whole_chunks(
-    call: _Call,
+    call: Call,
     queries: Queries,
     k: Tensor,
     v: Tensor,
@@ -296,7 +270,7 @@ def _whole_chunks(
     last = grid.spans[0].end - 1 - spec.window_chunks
     steps = updates(spec, [max(last, 0)] * batch, max(first, 0), state.slots if first > 0 else 0)
     starts = [(b, 0) for b in range(batch)]
-    y, choice, sums = _on_grid(call, grid, queries, k, v, gate, steps, base, starts, want_state)
+    y, choice, sums = on_grid(call, grid, queries, k, v, gate, steps, base, starts)
     seen = 1 if position and first <= 0 else 0  # the initial state's routes belong to an earlier call
     order = [[u * batch + b for u in range(seen, len(steps))] for b in range(batch)]
     made = _routes(choice, (steps[0].number + seen) * spec.chunk, order)
@@ -304,7 +278,6 @@ def _whole_chunks(
     if want_state:
         kept = position + tokens - spec.window_start(position + tokens)
         held = [None if x is None else _last(x, kept) for x in (k, v, gate)]
-        assert sums is not None
         after = KVMState(position + tokens, steps[-1].after, kept, *sums, *held)
     return y, after, made
 
@@ -319,7 +292,12 @@ def _routes(choice: Choice, first: int, order: list[list[int]] | None = None) ->
     row each)."""
     if order is not None:
         index = torch.tensor(order, dtype=torch.int64, device=choice.slot.device)
-        choice = Choice(*(None if x is None else x[index].transpose(1, 2).flatten(2) for x in choice))
+
+        def sort(x: Tensor) -> Tensor:
+            return x[index].transpose(1, 2).flatten(2)
+
+        margin = None if choice.margin is None else sort(choice.margin)
+        choice = Choice(sort(choice.slot), sort(choice.founds), margin)
     return Routes(choice.slot.int(), choice.founds, first, choice.margin)
 
 
@@ -334,7 +312,7 @@ def _joined(routes: list[Routes]) -> Routes:
 
 
 def _packed(
-    call: _Call, queries: Queries, k: Tensor, v: Tensor, gate: Tensor | None, lengths: Sequence[int]
+    call: Call, queries: Queries, k: Tensor, v: Tensor, gate: Tensor | None, lengths: Sequence[int]
 ) -> tuple[Tensor, Routes]:
     """Documents longer than their window share a grid; the others are plain causal attention."""
     spec = call.spec
@@ -342,24 +320,27 @@ def _packed(
     absorbed = [spec.coverage(length) for length in lengths]
     long = [i for i, length in enumerate(lengths) if length > spec.window_chunks * spec.chunk]
     long.sort(key=lambda i: -(-lengths[i] // spec.chunk), reverse=True)
-    y: list[Tensor | None] = [None] * len(lengths)
-    made: list[Routes | None] = [None] * len(lengths)
+    y: dict[int, Tensor] = {}
+    made: dict[int, Routes] = {}
     if long:
         own_lengths = [lengths[i] for i in long]
         grid = ChunkGrid.packed([starts[i] for i in long], own_lengths, spec.chunk, k.device)
         steps = updates(spec, [span.end - 1 - spec.window_chunks for span in grid.spans])
         places = [(0, sum(absorbed[:i])) for i in long]
-        heads, choice, _ = _on_grid(call, grid, queries, k, v, gate, steps, None, places, False)
+        heads, choice, _ = on_grid(call, grid, queries, k, v, gate, steps, None, places)
         for place, (i, piece) in enumerate(zip(long, heads.split(own_lengths, 1), strict=True)):
             y[i], made[i] = piece, _routes(choice, 0, [_rows_of(steps, place)])
     if len(long) < len(lengths):
         pieces = zip(*(x.split(list(lengths), 1) for x in (*queries, k, v)), strict=True)
         for i, (front, back, own_k, own_v) in enumerate(pieces):
-            if y[i] is None:
+            if i not in y:
                 y[i], _ = attend(call, (front, back), own_k, own_v, None, [Part(mask=Mask.LOWER)])
                 first = own_k[:, : absorbed[i]].detach().transpose(1, 2)
                 made[i] = _routes(first_slots(first, margins=call.margins), 0)
-    return torch.cat(y, 1), _joined(made)
+    if not long and call.statistics is not None:
+        call.note(sum(absorbed) / len(lengths), sum(absorbed) / len(lengths), k.new_zeros(1))
+    order = range(len(lengths))
+    return torch.cat([y[i] for i in order], 1), _joined([made[i] for i in order])
 
 
 def _rows_of(steps: Sequence[Update], sequence: int) -> list[int]:
@@ -370,205 +351,3 @@ def _rows_of(steps: Sequence[Update], sequence: int) -> list[int]:
             found.append(row + sequence)
         row += step.sequences
     return found
-
-
-# The grid of chunks
-
-
-def _on_grid(
-    call: _Call,
-    grid: ChunkGrid,
-    queries: Queries,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    steps: list[Update],
-    base: Sums | None,
-    starts: list[tuple[int, int]],
-    want_last: bool,
-) -> tuple[Tensor, Choice, Sums | None]:
-    """All four steps for the chunks of a grid.
-
-    Args:
-        k, v, gate: by token, including those held from earlier calls.
-        steps: the updates to make.
-        base: slots before the first of them.
-        starts: where in given routes each sequence's tokens start.
-
-    Returns:
-        Heads by token `[B, T, H, D]`, the choices for the tokens that entered, and, if wanted, the slots
-        after the last step.
-    """
-    spec, device = call.spec, k.device
-    k_rows, v_rows = grid.keys(k), grid.keys(v)
-    entering = [span.key(step.number) for step in steps for span in grid.spans[: step.sequences]]
-    chosen = rows(entering, device)
-    keys = prepare(k_rows[chosen], spec.rotary_dim, call.norm).transpose(1, 2)
-    gate_rows = None if gate is None else grid.keys(gate)[chosen].transpose(1, 2)
-    choice = _decide(call, keys, gate_rows, steps, None if base is None else base.keys, starts)
-    added = contributions(keys, v_rows[chosen].transpose(1, 2), gate_rows, choice.founds, steps, spec)
-    rows_q = (grid.queries(queries[0]), grid.queries(queries[1]))
-    y, mass, last = _by_groups(call, grid, rows_q, k_rows, v_rows, steps, added, choice.slot, base, want_last)
-    if mass is not None:
-        count = len(grid.spans)
-        slots = sum(
-            steps[sum(s.end > u.number + spec.window_chunks for u in steps) - 1].after for s in grid.spans
-        )
-        tokens = sum((s.end - spec.window_chunks) * spec.chunk for s in grid.spans)
-        call.note(slots / count, tokens / count, grid.tokens_of(mass))
-    return grid.tokens_of(y), choice, last
-
-
-def _decide(
-    call: _Call,
-    keys: Tensor,
-    gate: Tensor | None,
-    steps: Sequence[Update],
-    base: Tensor | None,
-    starts: list[tuple[int, int]],
-) -> Choice:
-    """Where the steps' tokens go: routed, or as given."""
-    if call.replay is None:
-        return route(keys, gate, steps, call.spec, call.norm, base, call.margins)
-    found = []
-    for step in steps:
-        if step.number == 0:
-            found.append(first_slots(keys[: step.sequences]))
-        else:
-            found += [
-                _given(call.replay, b, start + step.number * call.spec.chunk, call.spec.chunk)
-                for b, start in starts[: step.sequences]
-            ]
-    return Choice(torch.cat([c.slot for c in found]), torch.cat([c.founds for c in found]))
-
-
-def _given(routes: Routes, batch_row: int, position: int, count: int) -> Choice:
-    """Given routes of `count` tokens from absolute `position` on."""
-    begin = position - routes.first
-    if begin < 0 or begin + count > routes.slot.shape[2]:
-        raise LayerError(
-            f"the given routes are for {routes.slot.shape[2]} tokens from {routes.first} on; "
-            f"this call needs them for {count} from {position} on"
-        )
-    span = (slice(batch_row, batch_row + 1), slice(None), slice(begin, begin + count))
-    return Choice(routes.slot[span].long(), routes.founds[span])
-
-
-Chunks = list[tuple[Span, int]]
-
-
-def _by_groups(
-    call: _Call,
-    grid: ChunkGrid,
-    queries: Queries,
-    k_rows: Tensor,
-    v_rows: Tensor,
-    steps: list[Update],
-    added: Sums,
-    slot: Tensor,
-    base: Sums | None,
-    want_last: bool,
-) -> tuple[Tensor, Tensor | None, Sums | None]:
-    """Accumulate, read and attend, by groups of updates whose slots fit into memory together.
-
-    Returns heads `[R, C, H, D]` and masses `[R, C, H]` of all query rows, and the slots after the last step.
-    """
-    groups = _groups(call.spec, grid, steps, added)
-    recompute = len(groups) > 1 and torch.is_grad_enabled()
-    ys, masses, order, row = [], [], [], 0
-    for index, (chunks, some) in enumerate(groups):
-        following = groups[index + 1][1] if index + 1 < len(groups) else None
-        reads = [span.query(chunk) for span, chunk in chunks]
-        order += reads
-        count = sum(step.sequences for step in some)
-        part, row = slice(row, row + count), row + count
-        picked = queries
-        if len(groups) > 1:
-            own = rows(reads, k_rows.device)
-            picked = (queries[0][own], queries[1][own])
-        run = partial(_group, call, grid, chunks, some, bool(following) or want_last)
-        args = (picked, k_rows, v_rows, added.select(part), slot[part], base)
-        if recompute:
-            y, mass, base = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y, mass, base = run(*args)
-        if following:
-            base = base.select(slice(0, following[0].sequences))
-        ys.append(y)
-        masses.append(mass)
-    if len(groups) == 1:
-        return ys[0], masses[0], base
-    back = torch.tensor(order, device=k_rows.device).argsort()
-    mass = None if call.statistics is None else torch.cat(masses)[back]
-    return torch.cat(ys)[back], mass, base
-
-
-def _groups(
-    spec: KVMSpec, grid: ChunkGrid, steps: list[Update], added: Sums
-) -> list[tuple[Chunks, list[Update]]]:
-    """Updates that fit into GROUP_BYTES together, with the chunks that read their slots. Chunks that read no
-    slots go with the first group."""
-    heads = added.keys.shape[1]
-    token = 2 * heads * (2 * added.keys.shape[3] + 1) * added.keys.element_size()  # as sums and in read form
-    bundles: list[list[Update]] = [[]]
-    for step in steps:
-        bundle = [*bundles[-1], step]
-        if bundles[-1] and sum(s.sequences for s in bundle) * step.after * token > GROUP_BYTES:
-            bundles.append([step])
-        else:
-            bundles[-1] = bundle
-    groups = []
-    for bundle in bundles:
-        first = bundle[0].number + spec.window_chunks if bundle is not bundles[0] else 0
-        last = bundle[-1].number + spec.window_chunks if bundle is not bundles[-1] else math.inf
-        groups.append(([(s, c) for s, c in grid.chunks() if first <= c <= last], bundle))
-    return groups
-
-
-def _group(
-    call: _Call,
-    grid: ChunkGrid,
-    chunks: Chunks,
-    steps: list[Update],
-    want_last: bool,
-    queries: Queries,
-    k_rows: Tensor,
-    v_rows: Tensor,
-    added: Sums,
-    slot: Tensor,
-    base: Sums | None,
-) -> tuple[Tensor, Tensor | None, Sums | None]:
-    """One group: heads and masses of its chunks, and the slots after its last update."""
-    parts = grid.window_parts(call.spec.window_chunks, k_rows.device, chunks)
-    more = _slot_parts(call.spec, grid, chunks, steps, k_rows.device)
-    if not more and not want_last:
-        return *attend(call, queries, k_rows, v_rows, None, parts), None
-    sums = accumulate(added, slot, steps, call.spec, base)
-    slots = read(sums, call.norm, call.spec, k_rows.dtype) if more else None
-    y, mass = attend(call, queries, k_rows, v_rows, slots, parts + more)
-    ending = slice(len(slot) - steps[-1].sequences, None)
-    return y, mass, Sums(*(x.clone() for x in sums.select(ending))) if want_last else None
-
-
-def _slot_parts(
-    spec: KVMSpec, grid: ChunkGrid, chunks: Chunks, steps: list[Update], device: torch.device
-) -> list[Part]:
-    """Chunks over their slots; successive updates that leave equally many slots make one part."""
-    place = {(span.query_row, chunk): i for i, (span, chunk) in enumerate(chunks)}
-    runs: list[tuple[int, int, list[int]]] = []  # slots, first row of slots, query rows
-    row = 0
-    for step in steps:
-        reader = step.number + spec.window_chunks
-        readers = [
-            place[s.query_row, reader] for s in grid.spans[: step.sequences] if s.first <= reader < s.end
-        ]
-        if readers and runs and runs[-1][0] == step.after:
-            runs[-1][2].extend(readers)
-        elif readers:
-            runs.append((step.after, row, readers))
-        row += step.sequences
-    return [
-        Part(rows(readers, device), query=1, k_rows=slice(first, first + len(readers)),
-             k_tokens=slice(0, slots), key=1)
-        for slots, first, readers in runs
-    ]  # fmt: skip

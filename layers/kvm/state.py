@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..base import MixerState
 from .routing import Norm, key_weight, value_weight
@@ -77,55 +76,66 @@ def accumulate(
         added: what each token adds, `[R, G, C, ...]`.
         before: the slots before the first step, `[sequences, G, S, ...]`; None when there are none.
     """
-    counts = [step.sequences for step in steps]
-    slots = steps[-1].after
-    rows, heads, chunk = slot_RGC.shape
-    first = torch.arange(rows * heads, device=slot_RGC.device).view(rows, heads, 1) * slots
-    index = (slot_RGC + first).flatten()
-    index_radius = index
-    if spec.values == "reference_counts":
-        # The public code's rule: each update adds 1 to every slot, of which there are as many as tokens.
-        index_radius = (torch.arange(chunk, device=slot_RGC.device) + first).flatten()
-    old = before or (None, None, None)
+    indices = _places(slot_RGC, steps, spec)
     return Sums(
-        _Accumulate.apply(added.keys, old[0], index, counts, slots),
-        _Accumulate.apply(added.values, old[1], index, counts, slots),
-        _Accumulate.apply(added.radius, old[2], index_radius, counts, slots),
+        *(
+            _accumulate(x, index, steps, None if before is None else before[i])
+            for i, (x, index) in enumerate(zip(added, indices, strict=True))
+        )
     )
 
 
-class _Accumulate(torch.autograd.Function):
-    """Scatter rows of tokens into slots, then add up over updates. The rows of an update are the first
-    sequences of the update before."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, added: Tensor, before: Tensor | None, index: Tensor, counts: list[int], slots: int
-    ) -> Tensor:
-        rows, heads, _, size = added.shape
-        states = added.new_zeros(rows, heads, slots, size)
-        states.view(-1, size).index_add_(0, index, added.reshape(-1, size))
-        blocks = states.split(counts)
+def accumulate_backward(
+    grad: Sums,
+    slot_RGC: Tensor,
+    steps: Sequence[Update],
+    spec: KVMSpec,
+    before: Sums | None,
+    grad_last: Sums | None,
+) -> tuple[Sums, Sums | None]:
+    """Gradients of `added` and `before`, given those of the result (`grad`, which is overwritten) and of the
+    slots after the last step, as used elsewhere (`grad_last`)."""
+    added: list[Tensor] = []
+    first: list[Tensor] = []
+    for i, index in enumerate(_places(slot_RGC, steps, spec)):
+        states = grad[i].contiguous()
+        blocks = list(states.split([step.sequences for step in steps]))
+        if grad_last is not None:
+            blocks[-1][: len(grad_last[i])] += grad_last[i]
+        for this, after in pairwise(reversed(blocks)):
+            after[: len(this)] += this
+        size = states.shape[-1]
+        added.append(states.view(-1, size).index_select(0, index).view(*slot_RGC.shape, size))
         if before is not None:
-            blocks[0][:, :, : before.shape[2]] += before
-        for last, this in pairwise(blocks):
-            this += last[: len(this)]
-        ctx.save_for_backward(index)
-        ctx.counts, ctx.shape = counts, added.shape
-        ctx.slots_before = None if before is None else before.shape[2]
-        return states
+            first.append(blocks[0][:, :, : before[i].shape[2]])
+    return Sums(*added), Sums(*first) if first else None
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (index,) = ctx.saved_tensors
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        blocks = grad.split(ctx.counts)
-        for this, after in zip(reversed(blocks[:-1]), reversed(blocks[1:]), strict=True):
-            this[: len(after)] += after
-        added = grad.view(-1, grad.shape[-1]).index_select(0, index).view(ctx.shape)
-        before = None if ctx.slots_before is None else blocks[0][:, :, : ctx.slots_before]
-        return added, before, None, None, None
+
+def _places(slot_RGC: Tensor, steps: Sequence[Update], spec: KVMSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Row of each token in the flattened states `[R * G * S, ...]`, for keys, values and radii."""
+    rows, heads, chunk = slot_RGC.shape
+    first = torch.arange(rows * heads, device=slot_RGC.device).view(rows, heads, 1) * steps[-1].after
+    place = (slot_RGC + first).flatten()
+    if spec.values != "reference_counts":
+        return place, place, place
+    # The public code's rule: each update adds 1 to every slot, of which there are as many as tokens.
+    return place, place, (torch.arange(chunk, device=slot_RGC.device) + first).flatten()
+
+
+def _accumulate(added: Tensor, place: Tensor, steps: Sequence[Update], before: Tensor | None) -> Tensor:
+    """Scatter tokens into slots, then add up over updates: the rows of an update are the first sequences of
+    the update before."""
+    rows, heads, _, size = added.shape
+    states = added.new_zeros(rows * heads * steps[-1].after, size).index_add_(0, place, added.flatten(0, 2))
+    states = states.view(rows, heads, -1, size)
+    end = steps[0].sequences
+    if before is not None:
+        states[:end, :, : before.shape[2]] += before[:end]
+    start = 0
+    for step in steps[1:]:
+        states[end : end + step.sequences] += states[start : start + step.sequences]
+        start, end = end, end + step.sequences
+    return states
 
 
 def read(sums: Sums, norm: Norm, spec: KVMSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -173,7 +183,8 @@ class KVMState(MixerState):
         sums = [k.new_zeros(batch, heads, 0, s, dtype=wide) for s in (size, size, 1)]
         window = [k.new_zeros(batch, 0, heads, size) for _ in range(2)]
         gate = k.new_zeros(batch, 0, heads, dtype=wide) if gated else None
-        return cls(0, 0, 0, *sums, *window, gate)
+        keys, values, radius = sums
+        return cls(0, 0, 0, keys, values, radius, window[0], window[1], gate)
 
     def tensors(self) -> dict[str, Tensor]:
         return {
@@ -184,7 +195,7 @@ class KVMState(MixerState):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         self._refuse_spent()
-        changed = {name: change(tensor) for name, tensor in self.tensors().items()}
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
         return replace(self, **changed, _owned=frozenset(), _read=None)
 
     def sums(self) -> Sums:
@@ -216,8 +227,7 @@ class KVMState(MixerState):
 
     def absorb(self, added: Sums, slot: Tensor, step: Update, spec: KVMSpec) -> None:
         """Make one update of the slots."""
-        sums = accumulate(added, slot, [step], spec, self.sums())
-        self.key_sums, self.value_sums, self.radius = sums
+        self.key_sums, self.value_sums, self.radius = accumulate(added, slot, [step], spec, self.sums())
         self.slots = step.after
         self._owned -= {"key_sums", "value_sums", "radius"}
         self._read = None

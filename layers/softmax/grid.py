@@ -67,7 +67,8 @@ class ChunkGrid:
         cls, starts: Sequence[int], lengths: Sequence[int], chunk: int, device: torch.device
     ) -> ChunkGrid:
         """Documents of one row, each from its own position 0: `lengths[i]` tokens from `starts[i]` on."""
-        spans, index, places = [], [], []
+        spans: list[Span] = []
+        index, places = [], []
         for start, length in zip(starts, lengths, strict=True):
             row, count = spans[-1].query_row + spans[-1].count if spans else 0, -(-length // chunk)
             spans.append(Span(0, 0, count, row, row))

@@ -2,6 +2,9 @@
 
 Two partial attentions whose outputs are weighted by their log-sum-exps equal one softmax over both key sets.
 The backward needs no partial results: each part's gradients follow from the joint output and log-sum-exp.
+
+`joined_attention` does both. `Joint` and `part_gradients` are its two halves, for callers that make keys as
+they go and have a backward of their own.
 """
 
 from __future__ import annotations
@@ -53,6 +56,96 @@ def joined_attention(
     return out, lse
 
 
+class Joint:
+    """A softmax that grows part by part: output `[R, T, H, D]` and log-sum-exp `[R, H, T]`, fp32 or wider."""
+
+    def __init__(self, like: Tensor) -> None:
+        """`like`: the queries."""
+        rows, tokens, heads, _ = like.shape
+        self.dtype = torch.promote_types(like.dtype, torch.float32)
+        self.like = like
+        self.out: Tensor | None = None
+        self.lse = like.new_full((rows, tokens, heads), -torch.inf, dtype=self.dtype).transpose(1, 2)
+
+    def add(
+        self,
+        kernel: str,
+        queries: list[Tensor],
+        keys: list[Tensor],
+        values: list[Tensor],
+        parts: list[Part],
+        scale: float,
+    ) -> None:
+        """Take in more keys."""
+        for part in parts:
+            q, k, v = _operands(queries, keys, values, part)
+            share, own = kernels.forward(kernel, q, k, v, part.mask, scale)
+            if self.out is None and _everything(part, self.like):
+                self.out, self.lse = share.to(self.dtype), own
+                continue
+            if self.out is None:
+                self.out = torch.zeros(self.like.shape, dtype=self.dtype, device=self.like.device)
+            at_out, at_lse = (part.q_rows, part.q_tokens), (part.q_rows, ALL, part.q_tokens)
+            before = self.lse[at_lse]
+            after = torch.logaddexp(before, own)
+            keep, add = (torch.exp(x - after).transpose(1, 2)[..., None] for x in (before, own))
+            self.out[at_out] = torch.addcmul(self.out[at_out] * keep, share.to(self.dtype), add)
+            self.lse[at_lse] = after
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Output in the queries' dtype, and log-sum-exp."""
+        out = torch.zeros_like(self.like) if self.out is None else self.out.to(self.like.dtype)
+        return out, self.lse
+
+
+class Gradient:
+    """A gradient gathered from parts, in at least fp32."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.total: Tensor | None = None
+
+    def add(self, rows: Rows, tokens: slice, share: Tensor) -> None:
+        wide = torch.promote_types(share.dtype, torch.float32)
+        if self.total is None and share.shape == self.like.shape and isinstance(rows, slice):
+            self.total = share.to(wide)
+            return
+        if self.total is None:
+            self.total = torch.zeros(self.like.shape, dtype=wide, device=share.device)
+        if isinstance(rows, slice):
+            self.total[rows, tokens] += share
+        else:
+            self.total[:, tokens].index_add_(0, rows, share.to(wide))
+
+    def result(self) -> Tensor:
+        return torch.zeros_like(self.like) if self.total is None else self.total.to(self.like.dtype)
+
+
+def part_gradients(
+    kernel: str,
+    joint: tuple[Tensor, Tensor, Tensor],
+    queries: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    parts: list[Part],
+    scale: float,
+    gradients: tuple[list[Gradient], list[Gradient], list[Gradient]],
+) -> None:
+    """Add the parts' share to the gradients of queries, keys and values.
+
+    `joint`: the output's gradient, the output, and the log-sum-exp, of the whole softmax.
+    """
+    grad, out, lse = joint
+    for part in parts:
+        rows, tokens = part.q_rows, part.q_tokens
+        q, k, v = _operands(queries, keys, values, part)
+        whole = (grad[rows, tokens], q, k, v, out[rows, tokens], lse[rows, :, tokens])
+        shares = kernels.backward(kernel, *whole, part.mask, scale)
+        gradients[0][part.query].add(rows, tokens, shares[0])
+        gradients[1][part.key].add(part.k_rows, part.k_tokens, shares[1])
+        gradients[2][part.key].add(part.k_rows, part.k_tokens, shares[2])
+
+
 def part_share(
     queries: list[Tensor], keys: list[Tensor], values: list[Tensor], part: Part, lse: Tensor, scale: float
 ) -> Tensor:
@@ -62,15 +155,6 @@ def part_share(
     return torch.exp(own - lse[part.q_rows, :, part.q_tokens])
 
 
-def _operands(
-    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], part: Part
-) -> tuple[Tensor, Tensor, Tensor]:
-    q = queries[part.query][part.q_rows, part.q_tokens]
-    k = keys[part.key][part.k_rows, part.k_tokens]
-    v = values[part.key][part.k_rows, part.k_tokens]
-    return q, k, v
-
-
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -78,7 +162,9 @@ class _Joined(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         queries, keys, values = _split(tensors, num_queries, num_keys)
         kernel = kernels.choose(queries[0])
-        out, lse = _join(kernel, queries, keys, values, parts, scale)
+        joint = Joint(queries[0])
+        joint.add(kernel, queries, keys, values, parts, scale)
+        out, lse = joint.result()
         ctx.save_for_backward(out, lse, *tensors)
         ctx.plan = (kernel, parts, scale, num_queries, num_keys)
         ctx.mark_non_differentiable(lse)
@@ -92,18 +178,20 @@ class _Joined(torch.autograd.Function):
         out, lse, *tensors = ctx.saved_tensors
         if grad is None:
             return (None,) * (4 + len(tensors))
-        queries, keys, values = _split(tensors, num_queries, num_keys)
-        sums = [_Sum(x) for x in tensors]
-        dq, dk, dv = _split(sums, num_queries, num_keys)
-        for part in parts:
-            rows, tokens = part.q_rows, part.q_tokens
-            q, k, v = _operands(queries, keys, values, part)
-            joint = (grad[rows, tokens], q, k, v, out[rows, tokens], lse[rows, :, tokens])
-            shares = kernels.backward(kernel, *joint, part.mask, scale)
-            dq[part.query].add(rows, tokens, shares[0])
-            dk[part.key].add(part.k_rows, part.k_tokens, shares[1])
-            dv[part.key].add(part.k_rows, part.k_tokens, shares[2])
+        operands = _split(tensors, num_queries, num_keys)
+        sums = [Gradient(x) for x in tensors]
+        gathered = _split(sums, num_queries, num_keys)
+        part_gradients(kernel, (grad, out, lse), *operands, parts, scale, gathered)
         return None, None, None, None, *(s.result() for s in sums)
+
+
+def _operands(
+    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], part: Part
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = queries[part.query][part.q_rows, part.q_tokens]
+    k = keys[part.key][part.k_rows, part.k_tokens]
+    v = values[part.key][part.k_rows, part.k_tokens]
+    return q, k, v
 
 
 def _split(tensors: Any, num_queries: int, num_keys: int) -> tuple[list, list, list]:
@@ -112,59 +200,9 @@ def _split(tensors: Any, num_queries: int, num_keys: int) -> tuple[list, list, l
     return tensors[:num_queries], tensors[num_queries:values], tensors[values:]
 
 
-def _join(
-    kernel: str,
-    queries: list[Tensor],
-    keys: list[Tensor],
-    values: list[Tensor],
-    parts: list[Part],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    rows, tokens, heads, _ = queries[0].shape
-    dtype = queries[0].dtype
-    if len(parts) == 1 and _everything(parts[0], queries[0]):
-        out, lse = kernels.forward(kernel, *_operands(queries, keys, values, parts[0]), parts[0].mask, scale)
-        return out.to(dtype), lse
-    wide = torch.promote_types(dtype, torch.float32)
-    out = queries[0].new_zeros(queries[0].shape, dtype=wide)
-    lse = queries[0].new_full((rows, tokens, heads), -torch.inf, dtype=wide).transpose(1, 2)
-    for part in parts:
-        share, own = kernels.forward(kernel, *_operands(queries, keys, values, part), part.mask, scale)
-        at_out, at_lse = (part.q_rows, part.q_tokens), (part.q_rows, ALL, part.q_tokens)
-        before = lse[at_lse]
-        after = torch.logaddexp(before, own)
-        keep, add = (torch.exp(x - after).transpose(1, 2)[..., None] for x in (before, own))
-        out[at_out] = out[at_out] * keep + share * add
-        lse[at_lse] = after
-    return out.to(dtype), lse
-
-
 def _everything(part: Part, queries: Tensor) -> bool:
-    """Whether the part covers all queries, so that its result needs no joining."""
-    rows = part.q_rows == ALL if isinstance(part.q_rows, slice) else False
-    return rows and part.q_tokens == ALL
-
-
-class _Sum:
-    """A gradient gathered from parts, in at least fp32."""
-
-    def __init__(self, like: Tensor) -> None:
-        self.like = like
-        self.total: Tensor | None = None
-
-    def add(self, rows: Rows, tokens: slice, share: Tensor) -> None:
-        if self.total is None:
-            if isinstance(rows, slice) and rows == ALL and tokens == ALL:
-                self.total = share.to(torch.promote_types(share.dtype, torch.float32))
-                return
-            wide = torch.promote_types(share.dtype, torch.float32)
-            self.total = torch.zeros_like(self.like, dtype=wide, memory_format=torch.contiguous_format)
-        if isinstance(rows, slice):
-            self.total[rows, tokens] += share
-        else:
-            self.total[:, tokens].index_add_(0, rows, share.to(self.total.dtype))
-
-    def result(self) -> Tensor:
-        if self.total is None:
-            return torch.zeros_like(self.like)
-        return self.total.to(self.like.dtype)
+    """Whether the part covers all queries."""
+    if not isinstance(part.q_rows, slice):
+        return False
+    shown = (part.q_rows, queries.shape[0]), (part.q_tokens, queries.shape[1])
+    return all(selection.indices(size) == (0, size, 1) for selection, size in shown)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid.layers.base import LayerError
-from hybrid.layers.kvm import attention as operator
+from hybrid.layers.kvm import chunks
 from hybrid.layers.kvm.attention import Budget, KVMSpec, Routes, kvm_attention
 from tests.parity.kvm_reference import reference
 
@@ -295,7 +295,8 @@ def test_groups_of_chunks_equal_all_at_once(spec, monkeypatch):
         leaves = inputs(110, batch=1 if more else 2)
         y, state, _ = run(leaves, spec, **more)
         want = gradients(leaves, y)
-        monkeypatch.setattr(operator, "GROUP_BYTES", 20_000)
+        monkeypatch.setattr(chunks, "GROUP_BYTES", {"cpu": 0})
+        monkeypatch.setattr(chunks, "GROUP_UPDATES", 3)
         again, other, _ = run(leaves, spec, **more)
         close([again], [y], 1e-12)
         close(gradients(leaves, again), want, 1e-11)
@@ -304,6 +305,23 @@ def test_groups_of_chunks_equal_all_at_once(spec, monkeypatch):
         with torch.no_grad():
             close([run(leaves, spec, **more)[0]], [y], 1e-12)
         monkeypatch.undo()
+
+
+def test_the_slots_of_all_chunks_are_not_kept_for_the_backward():
+    """A quarter of them would be more than everything that is kept."""
+    spec = KVMSpec(C, 2, 4, 1, Budget("fixed", 512))
+    leaves = inputs(1500, dtype=torch.float32)
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        _, state, _ = run(leaves, spec)
+    slots = sum(min(C * n, 512) for n in range(1, 1500 // C)) * G * (2 * D + 1) * 4
+    assert state.slots == 512
+    assert sum(kept.values()) < slots / 4
 
 
 def test_statistics():
@@ -323,6 +341,9 @@ def test_statistics():
     run(leaves, spec, lengths=(100,), statistics=whole)
     assert 0.1 < whole["state_mass"] < one["state_mass"]
     assert whole["slots"] == one["slots"]
+    short = {}
+    run(tokens_of(leaves, slice(0, 15)), spec, lengths=(5, 10), statistics=short)
+    assert (short["slots"], short["tokens_per_slot"], short["state_mass"]) == (6.5, 1, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
