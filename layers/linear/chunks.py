@@ -60,6 +60,16 @@ class Cut:
         return x.transpose(0, 1).flatten(1, 2)[:, : self.tokens]
 
 
+LEAST_DECAY = -40.0
+"""Log decays are raised to this: e^-40 is 4e-18, below rounding of anything it multiplies."""
+
+
+def running_decay(g: Tensor, axis: int) -> Tensor:
+    """Running sum of log decays along `axis`, the tokens of a chunk, in float64: after fast decays fp32 sums
+    would cancel. It stays above LEAST_DECAY times the tokens."""
+    return g.double().clamp(min=LEAST_DECAY).cumsum(axis)
+
+
 def delta_scan(
     u: Tensor, w: Tensor, k: Tensor, decay: Tensor, state: Tensor | None, starts: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,14 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .chunks import Cut, delta_scan
+from .chunks import Cut, delta_scan, running_decay
 from .kernels import borders, fla_function, recurrent
 
 CHUNK = 32  # tokens; measured on a CPU against 16 and 64
 STEPS = 4  # up to so many tokens are done one by one
-LEAST_DECAY = -40.0
-"""Log decays of key channels are raised to this. e^-40 is 4e-18, below rounding of anything it multiplies,
-and a chunk's decays then stay within float64: exp(32 * 40 / 2)."""
 
 
 def gated_delta_rule(
@@ -128,7 +125,7 @@ def _chunks(
     q, k, v, g, beta = (
         cut.split(x).transpose(2, 3).contiguous() for x in (q, k, v, g, beta[..., None])
     )  # [N, B, HV, L, ...]
-    total = g.double().clamp(min=LEAST_DECAY).cumsum(-2)  # fp32 sums would cancel after fast decays
+    total = running_decay(g, -2)
     scores = _channel_scores if g.shape[-1] > 1 else _scores
     read, own = scores(q, k, total)
     down = total.exp().to(k.dtype)  # from the chunk's start to each token
@@ -153,8 +150,8 @@ def _scores(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
 def _channel_scores(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """The same for decays per channel, `total` `[..., L, K]`.
 
-    `e^(c_i - c_j)` is split in two factors about half the chunk's decay, in float64, whose range holds both
-    for any decay; what overflows lies above the diagonal.
+    `e^(c_i - c_j)` is split in two factors about half the chunk's decay, in float64, whose range holds both:
+    a chunk of 32 decays by at most e^(-32 * 40). What overflows lies above the diagonal.
     """
     hidden = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)
     centred = total - total[..., -1:, :] / 2

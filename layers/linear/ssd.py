@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .chunks import Cut, decay_scan
+from .chunks import Cut, decay_scan, running_decay
 from .kernels import borders, fla_function, recurrent
 
 CHUNK = 32  # tokens; measured on a CPU against 16 and 64
@@ -99,7 +99,7 @@ def _chunks(
     groups, width = b.shape[2], x.shape[-1]
     x_NBLGMP = cut.split(x).unflatten(3, (groups, -1))
     b, c = (cut.split(z).transpose(2, 3).contiguous() for z in (b, c))  # [N, B, G, L, N]
-    total = cut.split(g).unflatten(3, (groups, -1)).movedim(2, -1).double().cumsum(-1)  # [N, B, G, M, L]
+    total = running_decay(cut.split(g).unflatten(3, (groups, -1)).movedim(2, -1), -1)  # [N, B, G, M, L]
     hidden = torch.ones(cut.size, cut.size, dtype=torch.bool, device=x.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(hidden, -torch.inf).to(x.dtype).exp()
     out = ((c @ b.mT).unsqueeze(3) * decay) @ x_NBLGMP.permute(0, 1, 3, 4, 2, 5)  # [N, B, G, M, L, P]
