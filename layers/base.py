@@ -227,22 +227,24 @@ def initialise(parameter: Tensor, init: Callable[[Tensor], Any]) -> None:
 
 class _AlwaysUsed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*parameters)
+    def forward(ctx: Any, y: Tensor, *tensors: Tensor) -> Tensor:
+        # Not the tensors themselves: ZeRO-3 has taken a parameter apart by the time of the backward.
+        ctx.like = [(tensor.shape, tensor.dtype) for tensor in tensors]
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+        return grad, *(grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.like)
 
 
-def always_used(y: Tensor, *parameters: Tensor) -> Tensor:
-    """`y` itself, through which `parameters` get at least a zero gradient.
+def always_used(y: Tensor, *tensors: Tensor) -> Tensor:
+    """`y` itself, through which `tensors` get at least a zero gradient.
 
     For parameters that some inputs do not reach: data-parallel training goes wrong where a parameter has a
-    gradient on one rank and none on another.
+    gradient on one rank and none on another. Where a submodule owns the parameter give its output instead,
+    so that the gradient comes to it the usual way.
     """
-    return _AlwaysUsed.apply(y, *parameters) if torch.is_grad_enabled() else y
+    return _AlwaysUsed.apply(y, *tensors) if torch.is_grad_enabled() else y
 
 
 class Mixer(nn.Module):

@@ -168,9 +168,7 @@ class KVM(ProjectedMixer):
             statistics=statistics,
         )
         # Sequences no longer than the window reach none of these.
-        y = always_used(
-            y, *self.ln_s_k.parameters(), *(self.merge_gate.parameters() if self.spec.gated else ())
-        )
+        y = always_used(y, self.ln_s_k.weight, self.ln_s_k.bias, *(() if gate is None else (gate,)))
         if routes is not None:
             routes.setdefault(layer, made)
         if statistics is not None and context.statistics is not None:
