@@ -82,6 +82,8 @@ def block_window_attention(
             and `k` does not start at position 0.
     """
     q, k, v, scale = _prepared(q, k, v, scale)
+    if not q.shape[1]:
+        raise LayerError("block window attention needs at least one query")
     start = position + q.shape[1] - k.shape[1]
     window_start = max(0, (position // chunk + 1 - window_chunks) * chunk)
     if not 0 <= start <= window_start:
@@ -123,6 +125,8 @@ def _by_document(
 ) -> Result:
     if not lengths:
         return one(q, k, v)
+    if min(lengths) < 1:
+        raise LayerError(f"packed documents have lengths {tuple(lengths)}; leave empty ones out")
     if q.shape[0] != 1 or q.shape[1] != sum(lengths) or k.shape[1] != sum(lengths):
         raise LayerError(
             f"packed documents of {sum(lengths)} tokens, but q {tuple(q.shape)}, k {tuple(k.shape)}"

@@ -1,12 +1,22 @@
 """Every attention path against a written-out mask, in values and gradients."""
 
 import contextlib
+import functools
 import math
 
 import pytest
 import torch
+
 from hybrid.layers.base import LayerError
-from hybrid.layers.softmax import attention, block_window_attention, force_plain
+from hybrid.layers.softmax import (
+    Mask,
+    Part,
+    attention,
+    block_window_attention,
+    force_plain,
+    kernels,
+)
+from hybrid.layers.softmax.joined import Joint
 
 PATHS = pytest.mark.parametrize("plain", [False, True], ids=["flash", "plain"])
 H, G, D = 4, 2, 8
@@ -147,6 +157,35 @@ def test_packed_documents_equal_each_alone(plain, kind):
         alone = [run(*piece) for piece in zip(*(x.split(lengths, 1) for x in inputs), strict=True)]
         want = torch.cat([out for out, _ in alone], 1), torch.cat([lse for _, lse in alone], 2)
         check(run(*inputs, lengths=lengths), want, inputs)
+
+
+def test_empty_documents_are_refused_in_words():
+    """T023: the CPU kernel would end the process on them."""
+    q, k, v = qkv(2, 2, batch=1)
+    for run in (attention, functools.partial(block_window_attention, chunk=4, window_chunks=2)):
+        with pytest.raises(LayerError, match=r"lengths \(0, 1, 0, 1\); leave empty ones out"):
+            run(q, k, v, lengths=(0, 1, 0, 1))
+
+
+@pytest.mark.parametrize("head_size", [1, 7, 64, 256])
+@pytest.mark.parametrize("mask", list(Mask))
+def test_kernels_agree_on_strided_views(head_size, mask):
+    """Also in the backward with a joint result: the output and log-sum-exp of more keys than the block's."""
+    torch.manual_seed(0)
+    tq, tk = (70, 70) if mask is not Mask.FULL else (33, 300)
+    q, k, v, more_k, more_v, grad = (
+        torch.randn(2, 2 * n, h, head_size, dtype=torch.float64)[:, ::2]
+        for n, h in ((tq, H), (tk, G), (tk, G), (9, G), (9, G), (tq, H))
+    )
+    results = []
+    for kernel in ("cpu", "plain"):
+        joint = Joint(q)
+        parts = [Part(mask=mask), Part(key=1)]
+        joint.add(kernel, [q], [k, more_k], [v, more_v], parts, 0.2)
+        out, lse = joint.result()
+        results.append((out, lse, *kernels.backward(kernel, grad, q, k, v, out, lse, mask, 0.2)))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
