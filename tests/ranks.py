@@ -9,10 +9,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 START_SECONDS = 120
 CALL_SECONDS = 90
+GRACE_SECONDS = 5
 
 
 class RankFailure(AssertionError):
@@ -67,12 +69,7 @@ class RankPool:
             self._start()
         for connection in self._connections:
             connection.send((function, args, kwargs))
-        answers = self._answers(timeout)
-        failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(answers) if not good]
-        if failed:
-            self.close()  # its ranks may be out of step
-            raise RankFailure("\n".join(failed))
-        return [value for _, value in answers]
+        return self._answers(timeout)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -92,18 +89,28 @@ class RankPool:
             self._connections.append(ours)
         self._answers(START_SECONDS)
 
-    def _answers(self, timeout: float) -> list[tuple[bool, Any]]:
+    def _answers(self, timeout: float) -> list[Any]:
+        """Every rank's result. One that fails leaves the others GRACE_SECONDS, as they may wait for it."""
         end = time.monotonic() + timeout
-        answers = []
-        for rank, connection in enumerate(self._connections):
-            try:
-                if not connection.poll(max(0.0, end - time.monotonic())):
-                    raise RankFailure(f"rank {rank} of {self.size} did not answer within {timeout} s")
-                answers.append(connection.recv())
-            except (EOFError, ConnectionError) as error:
-                self.close()
-                raise RankFailure(f"rank {rank} of {self.size} died") from error
-            except RankFailure:
-                self.close()
-                raise
-        return answers
+        results: dict[int, Any] = {}
+        faults: list[str] = []
+        waiting = dict(enumerate(self._connections))
+        while waiting:
+            ready = wait(list(waiting.values()), max(0.0, end - time.monotonic()))
+            if not ready:
+                faults += [f"rank {rank} of {self.size} did not answer in time" for rank in waiting]
+                break
+            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
+                try:
+                    good, value = waiting.pop(rank).recv()
+                except (EOFError, ConnectionError):
+                    good, value = False, "died"
+                if good:
+                    results[rank] = value
+                else:
+                    faults.append(f"rank {rank}: {value}")
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+        if faults:
+            self.close()  # its ranks may be out of step
+            raise RankFailure("\n".join(faults))
+        return [results[rank] for rank in range(self.size)]

@@ -24,7 +24,7 @@ data:
   context: 16
   sources: {{text: {{paths: ["{text}"], format: jsonl, validation: 0.1}}}}
 optimizer: {{lr: 1e-2}}
-schedule: {{warmup_steps: 2}}
+schedule: {{warmup_steps: 1}}
 train:
   output: {output}
   steps: 4
@@ -104,7 +104,7 @@ def fingerprint(engine: Any) -> str:
 @contextlib.contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """monkeypatch for code that runs in a rank."""
-    before = getattr(owner, name)
+    before = vars(owner)[name]  # not getattr, which unwraps static methods
     setattr(owner, name, value)
     try:
         yield

@@ -1,0 +1,350 @@
+"""Whole runs in ranks: repeating, resuming, signals, disagreement, writers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybrid.runs import load_run
+from hybrid.train.checkpoint import newest_weights, tags_in
+from hybrid.train.monitor import read_metrics
+
+from . import tiny
+
+pytestmark = pytest.mark.ranks
+
+LONG = {"schedule__shape": "constant", "schedule__warmup_steps": 30}
+
+
+def signalled(path: Path, output: Path, step: int, rank: int, number: int, **overrides: Any) -> Any:
+    """A run in which one rank gets a signal while it takes a step."""
+    from hybrid.train import loop
+
+    true_take = loop.step.take
+    taken = 0
+
+    def take(*args: Any, **kwargs: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken == step and args[1].rank == rank:
+            os.kill(os.getpid(), number)
+        return true_take(*args, **kwargs)
+
+    with tiny.patched(loop.step, "take", take):
+        return tiny.run(path, output, **overrides)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_stopped_run_goes_on_exactly(rank_pools, tiny_recipe: Path, tmp_path: Path, world: int):
+    """T050 and T009: 40 steps, against 20, SIGTERM to one rank only, and 20 more; warm-up still on at 20."""
+    pool = rank_pools(world)
+    straight = pool.run(tiny.run, tiny_recipe, tmp_path / "straight", train__steps=40, **LONG)
+    stopped = pool.run(
+        signalled, tiny_recipe, tmp_path / "halves", 20, world - 1, signal.SIGTERM, train__steps=40, **LONG
+    )
+    assert stopped == [("SystemExit", "75")] * world
+    assert tags_in(tmp_path / "halves" / "checkpoints") == ["step_00000020"]
+    halves = pool.run(tiny.run, tiny_recipe, tmp_path / "halves", train__steps=40, **LONG)
+    assert tiny.series(tmp_path / "halves") == tiny.series(tmp_path / "straight")
+    assert len(tiny.series(tmp_path / "halves")) == 40
+    assert halves[0].bits_per_byte == straight[0].bits_per_byte
+    assert halves[0].bits_per_byte_before == straight[0].bits_per_byte_before
+    assert len({line["run"] for line in read_metrics(tmp_path / "halves")}) == 2
+
+
+OTHER_STAGES = [("fp32", 0), ("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 2), ("bf16", 3)]
+
+
+@pytest.mark.parametrize(("precision", "stage"), OTHER_STAGES)
+def test_resuming_is_exact_at_every_stage(
+    two_ranks, tiny_recipe: Path, tmp_path: Path, precision: str, stage: int
+):
+    """T015 too: two processes on CPUs train five steps at this stage."""
+    settings = {"parallel__zero_stage": stage, "train__precision": precision, "train__steps": 5}
+    two_ranks.run(tiny.run, tiny_recipe, tmp_path, train__checkpoint_every=3, **settings)
+    before = tiny.series(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000005")
+    two_ranks.run(tiny.run, tiny_recipe, tmp_path, **settings)
+    assert tiny.series(tmp_path) == before
+    assert [line["step"] for line in read_metrics(tmp_path, every_run=True)].count(4) == 2
+    model, _, _ = load_run(tmp_path)
+    assert all(
+        bool(weight.isfinite().all()) and weight.dtype == torch.float32 for weight in model.parameters()
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_process_trains_like_two_and_like_any_split(
+    rank_pools, tiny_recipe: Path, tmp_path: Path, stage: int
+):
+    """T015, and the loader's promise: the same windows whatever the number of processes and the split."""
+    for world, micro in ((1, 4), (1, 1), (2, 2)):
+        rank_pools(world).run(
+            tiny.run,
+            tiny_recipe,
+            tmp_path / f"{world}x{micro}",
+            parallel__zero_stage=stage,
+            train__micro_batch_size=micro,
+        )
+    one, cut, two = (tiny.series(tmp_path / name) for name in ("1x4", "1x1", "2x2"))
+    for other in (cut, two):
+        for (_, loss, rate, norm, ids), (_, *wanted, wanted_ids) in zip(other, one, strict=True):
+            assert (loss, rate, norm) == pytest.approx(wanted, rel=1e-4)
+            assert ids == wanted_ids
+    # T010's left-over rule: a step always reads a whole batch, so nothing is left over.
+    trainer = json.loads((tmp_path / "1x1/checkpoints/step_00000004/trainer.json").read_text())
+    assert (trainer["progress"]["sample"], trainer["progress"]["tokens"]) == (16, 256)
+
+
+def test_a_request_to_save_reaches_all_ranks(four_ranks, tiny_recipe: Path, tmp_path: Path):
+    """T009: SIGUSR1 to one of four ranks: all save, and training goes on to its end."""
+    found = four_ranks.run(signalled, tiny_recipe, tmp_path, 2, 3, signal.SIGUSR1)
+    assert [summary.steps for summary in found] == [4] * 4
+    assert tags_in(tmp_path / "checkpoints") == ["step_00000002", "step_00000004"]
+
+
+def blind(path: Path, output: Path) -> Any:
+    """Rank 1 does not see the checkpoints."""
+    from hybrid.train import checkpoint
+
+    seen = checkpoint.tags_in if os.environ["RANK"] == "0" else lambda _: []
+    with tiny.patched(checkpoint, "tags_in", seen):
+        return tiny.run(path, output)
+
+
+def test_ranks_that_see_different_checkpoints_all_stop(two_ranks, tiny_recipe: Path, tmp_path: Path):
+    """T009: one message, on the main rank."""
+    two_ranks.run(tiny.run, tiny_recipe, tmp_path, train__steps=1)
+    main, other = two_ranks.run(blind, tiny_recipe, tmp_path)
+    assert main[0] == "TrainError"
+    assert "disagree about the checkpoints they see: rank 0: step_00000001; rank 1: none" in main[1]
+    assert other == ("SystemExit", "2")
+
+
+def different(path: Path, output: Path) -> Any:
+    return tiny.run(path, output, optimizer__lr=0.1 if os.environ["RANK"] == "0" else 0.2)
+
+
+def test_ranks_with_different_recipes_all_stop(two_ranks, tiny_recipe: Path, tmp_path: Path):
+    main, other = two_ranks.run(different, tiny_recipe, tmp_path)
+    assert main[0] == "TrainError"
+    assert "disagree about the recipe" in main[1]
+    assert other == ("SystemExit", "2")
+
+
+_opened: list[tuple[str, str]] | None = None
+_hooked = False
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and _opened is not None and isinstance(arguments[0], str | os.PathLike):
+        mode = arguments[1]
+        if isinstance(mode, str) and any(letter in mode for letter in "wax+"):
+            _opened.append((os.fspath(arguments[0]), mode))
+
+
+def recorded(path: Path, output: Path) -> list[str]:
+    """Files below the run directory that this rank opened for writing."""
+    global _opened, _hooked
+    if not _hooked:
+        sys.addaudithook(_audit)
+        _hooked = True
+    _opened = []
+    tiny.run(path, output, monitor__tensorboard="true")
+    found, _opened = _opened, None
+    return [os.path.relpath(name, output) for name, _ in found if Path(name).is_relative_to(output)]
+
+
+def test_every_shared_file_has_one_writer(two_ranks, tiny_recipe: Path, tmp_path: Path):
+    """T009: the second rank writes its log and its part of the optimizer, nothing else."""
+    main, other = two_ranks.run(recorded, tiny_recipe, tmp_path)
+    assert {Path(name).name for name in other} <= {"rank_1.log", "zero_pp_rank_1_mp_rank_00_optim_states.pt"}
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in {Path(name).name for name in other}
+    assert {"metrics.jsonl", "recipe.tmp.yaml", "latest.tmp"} <= {Path(name).name for name in main}
+
+
+def full_disk(path: Path, output: Path) -> Any:
+    """Rank 1's disk is full from the second checkpoint on."""
+    from hybrid.train.shards import ShardFiles
+
+    true_write, written = ShardFiles._write, []
+
+    def write(state: Any, name: str) -> None:
+        written.append(name)
+        if os.environ["RANK"] == "1" and len(written) > 1:
+            raise OSError(28, "No space left on device", name)
+        true_write(state, name)
+
+    with tiny.patched(ShardFiles, "_write", staticmethod(write)):
+        return tiny.run(path, output, train__checkpoint_every=2)
+
+
+def test_a_full_disk_on_one_rank_stops_all(two_ranks, tiny_recipe: Path, tmp_path: Path):
+    main, other = two_ranks.run(full_disk, tiny_recipe, tmp_path)
+    assert main[0] == "TrainError"
+    assert "No space left on device" in main[1]
+    assert "the newest good checkpoint is step_00000002" in main[1]
+    assert other == ("SystemExit", "2")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000002"]
+
+
+def diverging(path: Path, output: Path, limit: int) -> Any:
+    """Rank 1's losses are nan from the third step on."""
+    from hybrid.train import step
+
+    true_objective, calls = step._objective, []
+
+    def objective(*args: Any) -> torch.Tensor:
+        calls.append(0)
+        value = true_objective(*args)
+        if len(calls) > 2 and os.environ["RANK"] == "1":
+            args[-1][0] *= float("nan")
+        return value
+
+    with tiny.patched(step, "_objective", objective):
+        return tiny.run(path, output, train__steps=9, train__max_skipped=limit)
+
+
+def test_training_that_keeps_diverging_stops_and_names_the_batch(
+    two_ranks, tiny_recipe: Path, tmp_path: Path
+):
+    main, other = two_ranks.run(diverging, tiny_recipe, tmp_path, 2)
+    assert main[0] == "TrainError"
+    # Steps 3, 4 and 5 were skipped; rank 1 reads the later two of a step's four windows.
+    assert "3 steps in a row were skipped (train.max_skipped=2), the last, step 5" in main[1]
+    assert "non-finite loss on rank 1" in main[1]
+    assert "the windows from sample 18, documents text[" in main[1]
+    assert other == ("SystemExit", "2")
+    lines = [line for line in read_metrics(tmp_path) if "train/loss" in line]
+    assert [line["train/skipped"] for line in lines] == [0, 0, 1, 2]
+    assert lines[2]["train/loss"] is None
+
+
+def test_batches_that_do_not_divide_are_refused_at_once(two_ranks, tiny_recipe: Path, tmp_path: Path):
+    """T019: 8 = 2 x 2 x 2 passes, 8 with micro-batches of 3 does not; all numbers are shown."""
+    passed = two_ranks.run(
+        tiny.run, tiny_recipe, tmp_path / "a", train__batch_size=8, train__micro_batch_size=2, train__steps=1
+    )
+    assert [summary.tokens for summary in passed] == [8 * 16] * 2
+    main, other = two_ranks.run(
+        tiny.run, tiny_recipe, tmp_path / "b", train__batch_size=8, train__micro_batch_size=3, train__steps=1
+    )
+    assert main[0] == "RecipeError"
+    for number in ("8 sequences", "2 processes", "2 x 3 = 6"):
+        assert number in main[1]
+    assert other == ("SystemExit", "2")
+    assert not (tmp_path / "b").exists()
+
+
+def test_another_number_of_processes_is_refused_or_goes_on(rank_pools, tiny_recipe: Path, tmp_path: Path):
+    """ZeRO keeps a part of the optimizer in every process; at stage 0 each has all."""
+    for stage in (0, 1):
+        settings = {"parallel__zero_stage": stage, "train__steps": 2}
+        rank_pools(2).run(tiny.run, tiny_recipe, tmp_path / str(stage), **settings)
+    (refused,) = rank_pools(1).run(
+        tiny.run, tiny_recipe, tmp_path / "1", parallel__zero_stage=1, train__steps=4
+    )
+    assert refused[0] == "TrainError"
+    assert "written by 2 processes and this run has 1" in refused[1]
+    assert "train.init_from" in refused[1]
+    (gone_on,) = rank_pools(1).run(
+        tiny.run, tiny_recipe, tmp_path / "0", parallel__zero_stage=0, train__steps=4
+    )
+    assert gone_on.steps == 4
+    rank_pools(1).run(tiny.run, tiny_recipe, tmp_path / "all", parallel__zero_stage=0, train__steps=4)
+    checksums = [tiny.series(tmp_path / name, "data/checksum") for name in ("0", "all")]
+    assert checksums[0] == checksums[1]
+
+
+def test_a_recipe_may_change_in_harmless_keys_only(rank_pools, tiny_recipe: Path, tmp_path: Path):
+    one = rank_pools(1)
+    one.run(tiny.run, tiny_recipe, tmp_path, train__steps=1)
+    (refused,) = one.run(
+        tiny.run, tiny_recipe, tmp_path, train__steps=2, model__hidden_size=32, data__boundaries="cross"
+    )
+    assert refused[0] == "TrainError"
+    assert "model.hidden_size: 16 -> 32" in refused[1]
+    assert "data.boundaries: 'respect' -> 'cross'" in refused[1]
+    (gone_on,) = one.run(
+        tiny.run, tiny_recipe, tmp_path, train__steps=2, train__micro_batch_size=1, monitor__log_every=2
+    )
+    assert gone_on.steps == 2
+    (again,) = one.run(tiny.run, tiny_recipe, tmp_path, train__steps=2)
+    assert (again.steps, again.loss) == (2, None)
+    assert again.bits_per_byte == gone_on.bits_per_byte
+
+
+def test_weights_alone_start_another_run(rank_pools, tiny_recipe: Path, tmp_path: Path):
+    """With another context, schedule and window; the step-0 score is the source's."""
+    one = rank_pools(1)
+    (source,) = one.run(tiny.run, tiny_recipe, tmp_path / "source", train__steps=3)
+    (started,) = one.run(
+        tiny.run,
+        tiny_recipe,
+        tmp_path / "new",
+        train__init_from=tmp_path / "source",
+        schedule__shape="cosine",
+    )
+    assert started.bits_per_byte_before == source.bits_per_byte
+    assert started.steps == 4
+    (wider,) = one.run(
+        tiny.run, tiny_recipe, tmp_path / "wider", train__init_from=tmp_path / "source", data__context=32,
+        model__layers__W__window=12,
+    )  # fmt: skip
+    assert wider.steps == 4
+    weights = load_file(newest_weights(tmp_path / "source"))
+    weights["surplus"] = weights.pop("norm.weight")
+    (tmp_path / "broken").mkdir()
+    save_file(weights, tmp_path / "broken" / "model.safetensors")
+    (refused,) = one.run(tiny.run, tiny_recipe, tmp_path / "bad", train__init_from=tmp_path / "broken")
+    assert refused[0] == "TrainError"
+    assert "missing: norm.weight" in refused[1]
+    assert "not in this model: surplus" in refused[1]
+
+
+def test_a_run_directory_is_complete(rank_pools, tiny_recipe: Path, tmp_path: Path):
+    (summary,) = rank_pools(1).run(
+        tiny.run, tiny_recipe, tmp_path, train__prompts="[alpha]", train__sample_tokens=5
+    )
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= {
+        "recipe.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "tokenizer.model",
+        "samples.txt",
+        "logs",
+    }
+    assert (tmp_path / "samples.txt").read_text() == summary.samples[0] + "\n"
+    assert summary.samples[0].startswith("alpha")
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert (
+        environment["packages"]["torch"] == torch.__version__.split("+")[0]
+        or environment["packages"]["torch"]
+    )
+    model, tokenizer, recipe = load_run(tmp_path)
+    assert model.embedding.weight.shape == (recipe.model.vocab_size, 16)
+    assert recipe.model.vocab_size >= tokenizer.vocab_size
+    # Training from the written recipe repeats the run.
+    (again,) = rank_pools(1).run(tiny.run, tmp_path / "recipe.yaml", tmp_path / "again")
+    assert tiny.series(tmp_path / "again") == tiny.series(tmp_path)
+    assert again.samples == summary.samples
+
+
+def test_a_second_run_in_the_same_directory_is_refused(rank_pools, tiny_recipe: Path, tmp_path: Path):
+    from hybrid.train.run_directory import RunDirectory
+
+    with contextlib.closing(RunDirectory(tmp_path)):
+        (refused,) = rank_pools(1).run(tiny.run, tiny_recipe, tmp_path)
+    assert refused[0] == "TrainError"
+    assert "another process is training" in refused[1]
