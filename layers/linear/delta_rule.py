@@ -18,6 +18,7 @@ from .chunks import Cut, delta_scan, running_decay
 from .kernels import borders, fla_function, recurrent
 
 CHUNK = 32  # tokens; measured on a CPU against 16 and 64
+SEGMENT = 16  # chunks
 STEPS = 4  # up to so many tokens are done one by one
 
 
@@ -61,7 +62,7 @@ def gated_delta_rule(
     if g.ndim < q.ndim:
         g = g[..., None]
     group = v.shape[2] // q.shape[2]
-    q, k = (x.repeat_interleave(group, 2) if group > 1 else x for x in (q * scale, k))
+    q, k = (x.repeat_interleave(group, 2) if group > 1 else x for x in (q if scale == 1 else q * scale, k))
     with torch.autocast(q.device.type, enabled=False):
         if q.shape[1] <= STEPS and len(lengths) < 2:
             return _steps(q, k, v, g, beta, state)
@@ -116,27 +117,40 @@ def _steps(
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """All chunks at once but for the recurrence of the state at their borders.
+    """In chunks, SEGMENT of them at a time, so that what is computed on the way stays in the caches."""
+    cut = Cut.of(q.shape[1], CHUNK, lengths, q.device)
+    if state is None:
+        state = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1])
+    outs = []
+    segments = zip(*(cut.split(x).split(SEGMENT) for x in (q, k, v, g, beta[..., None])), strict=True)
+    for number, inputs in enumerate(segments):
+        starts = cut.starts[number * SEGMENT : (number + 1) * SEGMENT]
+        out, state = _segment(*inputs, state, starts)
+        outs.append(out)
+    return cut.join(torch.cat(outs)), state
+
+
+def _segment(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, starts: tuple[bool, ...]
+) -> tuple[Tensor, Tensor]:
+    """All chunks `[N, B, L, HV, ...]` at once but for the recurrence of the state at their borders.
 
     Within a chunk every token's correction depends on those before it, a unit lower triangular system
     (Gated DeltaNet paper, "WY representation").
     """
-    cut = Cut.of(q.shape[1], CHUNK, lengths, q.device)
-    q, k, v, g, beta = (
-        cut.split(x).transpose(2, 3).contiguous() for x in (q, k, v, g, beta[..., None])
-    )  # [N, B, HV, L, ...]
+    q, k, v, g, beta = (x.transpose(2, 3).contiguous() for x in (q, k, v, g, beta))  # [N, B, HV, L, ...]
     total = running_decay(g, -2)
-    scores = _channel_scores if g.shape[-1] > 1 else _scores
-    read, own = scores(q, k, total)
     down = total.exp().to(k.dtype)  # from the chunk's start to each token
     rest = (total[..., -1:, :] - total).exp().to(k.dtype)  # from each token to the chunk's end
-    system = beta * own
-    right = beta * torch.cat((v, k * down), -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    u, w = solved.split((v.shape[-1], k.shape[-1]), -1)
-    r, before, last = delta_scan(u, w, k * rest, down[..., -1:, :].mT, state, cut.starts)
+    read, own = (_channel_scores if g.shape[-1] > 1 else _scores)(q, k, total)
+    one = torch.eye(q.shape[-2], dtype=k.dtype, device=k.device).expand_as(own)
+    inverse = torch.linalg.solve_triangular(beta * own, one, upper=False, unitriangular=True)
+    inverse = inverse * beta.mT
+    u = inverse @ v
+    w = (inverse * down.mT) @ k if g.shape[-1] == 1 else inverse @ (k * down)
+    r, before, last = delta_scan(u, w, k * rest, down[..., -1:, :].mT, state, starts)
     out = (q * down) @ before + read @ r
-    return cut.join(out.transpose(2, 3)), last
+    return out.transpose(2, 3), last
 
 
 def _scores(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:

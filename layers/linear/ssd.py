@@ -15,6 +15,7 @@ from .chunks import Cut, decay_scan, running_decay
 from .kernels import borders, fla_function, recurrent
 
 CHUNK = 32  # tokens; measured on a CPU against 16 and 64
+SEGMENT = 16  # chunks
 STEPS = 4  # up to so many tokens are done one by one
 
 
@@ -94,21 +95,35 @@ def _steps(x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor) -> tuple[T
 def _chunks(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """All chunks at once; M heads share a group, and their products with it are one."""
+    """In chunks, SEGMENT of them at a time, so that what is computed on the way stays in the caches."""
     cut = Cut.of(x.shape[1], CHUNK, lengths, x.device)
-    groups, width = b.shape[2], x.shape[-1]
-    x_NBLGMP = cut.split(x).unflatten(3, (groups, -1))
-    b, c = (cut.split(z).transpose(2, 3).contiguous() for z in (b, c))  # [N, B, G, L, N]
-    total = running_decay(cut.split(g).unflatten(3, (groups, -1)).movedim(2, -1), -1)  # [N, B, G, M, L]
-    hidden = torch.ones(cut.size, cut.size, dtype=torch.bool, device=x.device).triu(1)
+    state = state.unflatten(1, (b.shape[2], -1))
+    outs = []
+    segments = zip(*(cut.split(z).split(SEGMENT) for z in (x, b, c, g)), strict=True)
+    for number, inputs in enumerate(segments):
+        starts = cut.starts[number * SEGMENT : (number + 1) * SEGMENT]
+        out, state = _segment(*inputs, state, starts)
+        outs.append(out)
+    return cut.join(torch.cat(outs)), state.flatten(1, 2)
+
+
+def _segment(
+    x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor, starts: tuple[bool, ...]
+) -> tuple[Tensor, Tensor]:
+    """All chunks `[N, B, L, ...]` at once; M heads share a group, and their products with it are one."""
+    groups, size, width = b.shape[3], x.shape[2], x.shape[-1]
+    x = x.unflatten(3, (groups, -1))  # [N, B, L, G, M, P]
+    b, c = (z.transpose(2, 3).contiguous() for z in (b, c))  # [N, B, G, L, N]
+    total = running_decay(g.unflatten(3, (groups, -1)).movedim(2, -1), -1)  # [N, B, G, M, L]
+    hidden = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(hidden, -torch.inf).to(x.dtype).exp()
-    out = ((c @ b.mT).unsqueeze(3) * decay) @ x_NBLGMP.permute(0, 1, 3, 4, 2, 5)  # [N, B, G, M, L, P]
+    out = ((c @ b.mT).unsqueeze(3) * decay) @ x.permute(0, 1, 3, 4, 2, 5)  # [N, B, G, M, L, P]
 
     rest = (total[..., -1:] - total).exp().to(x.dtype)
-    kept = (x_NBLGMP * rest.movedim(-1, 2)[..., None]).flatten(-2).transpose(2, 3)  # [N, B, G, L, M * P]
+    kept = (x * rest.movedim(-1, 2)[..., None]).flatten(-2).transpose(2, 3)  # [N, B, G, L, M * P]
     added = (kept.mT @ b).unflatten(3, (-1, width))  # [N, B, G, M, P, N]
     whole = total[..., -1].exp().to(x.dtype)[..., None, None]
-    before, last = decay_scan(added, whole, state.unflatten(1, (groups, -1)), cut.starts)
+    before, last = decay_scan(added, whole, state, starts)
     carried = (c @ before.flatten(3, 4).mT).unflatten(-1, (-1, width)).transpose(3, 4)
     out = out + carried * total.exp().to(x.dtype)[..., None]
-    return cut.join(out.flatten(2, 3).transpose(2, 3)), last.flatten(1, 2)
+    return out.flatten(2, 3).transpose(2, 3), last
