@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ class Projected(NamedTuple):
 class ProjectedMixer(Mixer):
     """Base of the softmax mixers; a subclass adds its attention between `project` and `output`."""
 
-    Options = ProjectionOptions
+    Options: ClassVar[type] = ProjectionOptions
 
     def __init__(self, options: Any, site: Site) -> None:
         super().__init__(options, site)

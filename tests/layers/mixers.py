@@ -18,7 +18,7 @@ KINDS = list(kinds())
 # tokens cross every border, and grouped key/value heads.
 SMALL: dict[str, Any] = {
     "num_heads": 4, "num_kv_heads": 2, "chunk": 8, "window_chunks": 2, "window": 11, "sinks": 2,
-    "budget_minimum": 8, "budget_factor": 2.0, "gate_appends": True,
+    "budget_minimum": 8, "budget_factor": 2.0, "gate_appends": True, "max_centroids": 12,
 }  # fmt: skip
 
 

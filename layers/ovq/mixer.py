@@ -1,0 +1,136 @@
+"""OVQ as a layer: the projections around `ovq_attention`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..base import Context, Flops, initialise, is_count, require
+from ..norms import compute_dtype
+from ..projections import ProjectedMixer, ProjectedState
+from ..registry import register
+from .attention import OVQState, ovq_attention
+from .dictionary import size_after
+
+
+@dataclass
+class OVQOptions:
+    num_heads: int | None = None
+    """H. None: hidden_size / head_dim."""
+    head_dim: int | None = None
+    """D. None: hidden_size / num_heads, or 128 where num_heads is None too."""
+    chunk: int = 256
+    """Tokens that enter the dictionary together; a query sees those of its own chunk exactly."""
+    max_centroids: int = 1024
+    """M: after t tokens (whole chunks) the dictionary has t * M / (t + M) centroids."""
+    token_shift: bool = True
+    """Mix each projected q, k and v with the previous token's."""
+    value_residual: bool = True
+    """Gate values towards those of the first layer of this kind."""
+
+    # What the projections ask of other kinds' options, and this kind leaves no choice in.
+    num_kv_heads: ClassVar[None] = None
+    rotary_dim: ClassVar[int] = 0
+    qk_norm: ClassVar[str] = "none"
+    qkv_bias: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "head_dim"):
+            value = getattr(self, name)
+            require(value is None or is_count(value), name, value, "a whole number of 1 or more, or null")
+        for name in ("chunk", "max_centroids"):
+            require(is_count(getattr(self, name)), name, getattr(self, name), "a whole number of 1 or more")
+        for name in ("token_shift", "value_residual"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, value, "true, false")
+
+
+@dataclass
+class OVQLayerState(ProjectedState):
+    """The operator's state beside the token shift's vectors."""
+
+    operator: OVQState | None = None
+
+
+@register("ovq")
+class OVQ(ProjectedMixer):
+    """Queries and keys of unit length; the logit of a centroid of n tokens is `q . k + log n`."""
+
+    Options = OVQOptions
+
+    def _build(self) -> None:
+        self.beta = nn.Parameter(torch.empty(self.num_heads))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        initialise(self.beta, nn.init.ones_)
+
+    def mix(
+        self, x: Tensor, context: Context, state: OVQLayerState | None
+    ) -> tuple[Tensor, OVQLayerState | None]:
+        q, k, v, shift = self.project(x, context, state)
+        wide = compute_dtype(q)
+        scale = self.beta.to(wide)[:, None] * math.sqrt(self.head_dim)
+        routes, layer = context.routes, self.site.layer
+        y, operator, made = ovq_attention(
+            (_unit(q.to(wide)) * scale).to(q.dtype),
+            _unit(k.to(wide)).to(k.dtype),
+            v,
+            chunk=self.options.chunk,
+            max_centroids=self.options.max_centroids,
+            state=None if state is None else state.operator,
+            lengths=context.lengths,
+            routes=None if routes is None else routes.get(layer),
+        )
+        if routes is not None:
+            routes.setdefault(layer, made)
+        y = self.output(y, x)
+        if operator is None or not context.want_state:
+            return y, None
+        return y, OVQLayerState(operator.position, *shift, operator)
+
+    def empty_state(self, batch: int) -> OVQLayerState:
+        like = self.c_k.weight.new_empty(batch, 0, self.num_heads, self.head_dim)
+        return OVQLayerState(operator=OVQState.empty(like, self.options.max_centroids))
+
+    # Accounts
+
+    def flops_at(self, position: int) -> Flops:
+        number, within = divmod(position, self.options.chunk)
+        visible = self._size(number) + within + 1
+        return self._token_flops(visible, self._routing_flops(number) / self.options.chunk)
+
+    def flops_per_token(self, context_length: int) -> Flops:
+        chunk, visible, routing = self.options.chunk, 0, 0.0
+        for number, first in enumerate(range(0, context_length, chunk)):
+            count = min(chunk, context_length - first)
+            visible += count * self._size(number) + count * (count + 1) // 2
+            routing += self._routing_flops(number) if count == chunk else 0
+        return self._token_flops(visible / context_length, routing / context_length)
+
+    def _size(self, chunks: int) -> int:
+        return size_after(chunks, self.options.chunk, self.options.max_centroids)
+
+    def _routing_flops(self, number: int) -> float:
+        """Of comparing the keys of chunk `number` with every centroid, or with the chunk's first key."""
+        size, chunk = self._size(number), self.options.chunk
+        products = chunk * size
+        if size == 0:
+            products = chunk - 1 if self._size(number + 1) > 1 else 0
+        return 2.0 * products * self.q_width
+
+    def _token_flops(self, visible: float, routing: float) -> Flops:
+        return self.projection_flops() + Flops(4.0 * self.q_width * visible, routing)
+
+    def state_bytes(self, context_length: int, element_size: int = 4) -> int:
+        centroids = self.options.max_centroids * (2 * self.q_width + self.num_heads) * max(element_size, 4)
+        pending = 2 * (context_length % self.options.chunk) * self.q_width * element_size
+        return centroids + pending + self.shift_bytes(context_length, element_size)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-5)
