@@ -17,7 +17,7 @@ from . import tiny
 
 
 def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Scalars by name, from the raw records of all files, as a reader without TensorBoard's rules has them."""
+    """Scalars by name, from the raw records of all files: what a reader without TensorBoard's rules has."""
     found: dict[str, list[tuple[int, float]]] = {}
     for path in sorted(folder.iterdir()):
         data, at = path.read_bytes(), 0
