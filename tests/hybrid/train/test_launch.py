@@ -88,7 +88,7 @@ def test_two_runs_at_one_port(tiny_recipe: Path, tmp_path: Path):
         assert f":{variables['PORT']} is busy" in logs[1].read_text()
         assert first.poll() is None
         before = len(read_metrics(tmp_path / "first"))
-        wait_for_steps(tmp_path / "first", before + 1, logs[0])
+        wait_for_steps(first, tmp_path / "first", before + 1, logs[0])
 
 
 def wait_for_steps(process: subprocess.Popen, output: Path, count: int, log: Path) -> None:
