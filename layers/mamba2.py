@@ -96,20 +96,21 @@ class Mamba2(Mixer):
     @classmethod
     def heads(cls, options: Any, hidden_size: int) -> Mamba2Heads:
         """The options' head count and size for `hidden_size`; LayerError where they do not fit it."""
-        inner, heads = options.expand * hidden_size, options.num_heads
-        width = options.head_dim or (64 if heads is None else None)
-        if heads is None or width is None:
-            name, divisor = ("head_dim", width) if heads is None else ("num_heads", heads)
-            if inner % divisor:
-                raise LayerError(f"{name} is {divisor}; allowed: divisors of expand * hidden_size = {inner}")
-            heads, width = (inner // divisor, divisor) if heads is None else (heads, inner // divisor)
+        inner, heads, width = options.expand * hidden_size, options.num_heads, options.head_dim
+        if heads is None:
+            width = width or 64
+            require(inner % width == 0, "head_dim", width, f"divisors of expand * hidden_size = {inner}")
+            heads = inner // width
+        if width is None:
+            require(inner % heads == 0, "num_heads", heads, f"divisors of expand * hidden_size = {inner}")
+            width = inner // heads
         if heads * width != inner:
             raise LayerError(
                 f"num_heads is {heads} and head_dim {width}; allowed: any whose product is expand * "
                 f"hidden_size = {inner}"
             )
-        if heads % options.n_groups:
-            raise LayerError(f"n_groups is {options.n_groups}; allowed: divisors of the {heads} heads")
+        groups = options.n_groups
+        require(heads % groups == 0, "n_groups", groups, f"divisors of the {heads} heads")
         return Mamba2Heads(heads, width)
 
     @classmethod

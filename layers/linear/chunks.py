@@ -1,4 +1,4 @@
-"""Sequences cut into chunks of equal length, and the recurrence over chunks with its own backward.
+"""Sequences cut into chunks of equal length, running decays, and a decaying sum over chunks.
 
 In the chunk layout the chunk axis comes first, `[N, B, L, ...]`: N chunks of L tokens, so that what one step
 of the recurrence reads lies together. Tokens missing in a last chunk are zero. Packed documents are cut one
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -70,81 +71,21 @@ def running_decay(g: Tensor, axis: int) -> Tensor:
     return g.double().clamp(min=LEAST_DECAY).cumsum(axis)
 
 
-def delta_scan(
-    u: Tensor, w: Tensor, k: Tensor, decay: Tensor, state: Tensor | None, starts: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`R_n = U_n - W_n M_n;  M_{n+1} = decay_n M_n + K_n^T R_n` over chunks n.
-
-    Args:
-        u: `[N, ..., L, V]`.
-        w, k: `[N, ..., L, K]`.
-        decay: `[N, ..., K, 1]` or `[N, ..., 1, 1]`.
-        state: M before the first chunk `[..., K, V]`; None: zero.
-        starts: chunks that M is zero before.
-
-    Returns:
-        R `[N, ..., L, V]`, every chunk's M before it `[N, ..., K, V]`, and the M after the last.
-    """
-    lead = u.shape[1:-2]
-    flat = [x.flatten(1, -3) for x in (u, w, k, decay)]
-    if state is None:
-        state = u.new_zeros(*lead, k.shape[-1], u.shape[-1])
-    r, before, last = _DeltaScan.apply(*flat, state.flatten(0, -3), tuple(starts))
-    return r.unflatten(1, lead), before.unflatten(1, lead), last.unflatten(0, lead)
-
-
-class _DeltaScan(torch.autograd.Function):
-    """Steps of two matrix products each; what autograd would keep of them is recomputed from R and M."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, u: Tensor, w: Tensor, k: Tensor, decay: Tensor, state: Tensor, starts: tuple
-    ) -> Any:
-        r = torch.empty_like(u, memory_format=torch.contiguous_format)
-        before = u.new_empty(len(starts), *state.shape)
-        for n, fresh in enumerate(starts):
-            if fresh:
-                state = torch.zeros_like(state)
-            before[n] = state
-            torch.baddbmm(u[n], w[n], state, alpha=-1, out=r[n])
-            state = torch.baddbmm(state * decay[n], k[n].mT, r[n])
-        ctx.save_for_backward(w, k, decay, r, before)
-        ctx.starts = starts
-        return r, before, state
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        w, k, decay, r, before = ctx.saved_tensors
-        grad_r, grad_before, grad = grads  # grad: of the state after the chunk at hand
-        du, after = torch.empty_like(r), torch.empty_like(before)
-        with torch.autocast(r.device.type, enabled=False):
-            for n in reversed(range(len(ctx.starts))):
-                after[n] = grad
-                torch.baddbmm(grad_r[n], k[n], grad, out=du[n])
-                grad = torch.baddbmm(grad * decay[n] + grad_before[n], w[n].mT, du[n], alpha=-1)
-                if ctx.starts[n]:
-                    grad = torch.zeros_like(grad)
-            dw = -(du @ before.mT)
-            dk = r @ after.mT
-        return du, dw, dk, _decay_gradient(after, before, decay), grad, None
-
-
 def decay_scan(
-    added: Tensor, decay: Tensor, state: Tensor | None, starts: Sequence[bool]
+    added: Tensor, decay: Tensor, state: Tensor, starts: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor]:
     """`M_{n+1} = decay_n M_n + added_n` over chunks n.
 
     Args:
-        added: `[N, ..., K, V]`.
-        decay: `[N, ..., K, 1]` or `[N, ..., 1, 1]`.
-        state, starts: as in `delta_scan`.
+        added: `[N, ..., P, S]`.
+        decay: `[N, ..., 1, 1]`.
+        state: M before the first chunk.
+        starts: chunks that M is zero before.
 
     Returns:
-        Every chunk's M before it `[N, ..., K, V]`, and the M after the last.
+        Every chunk's M before it `[N, ..., P, S]`, and the M after the last.
     """
-    return _DecayScan.apply(
-        added, decay, torch.zeros_like(added[0]) if state is None else state, tuple(starts)
-    )
+    return _DecayScan.apply(added, decay, state, starts)
 
 
 class _DecayScan(torch.autograd.Function):
@@ -161,6 +102,7 @@ class _DecayScan(torch.autograd.Function):
         return before, state
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         decay, before = ctx.saved_tensors
         grad_before, grad = grads
@@ -170,10 +112,4 @@ class _DecayScan(torch.autograd.Function):
             grad = torch.addcmul(grad_before[n], grad, decay[n])
             if ctx.starts[n]:
                 grad = torch.zeros_like(grad)
-        return after, _decay_gradient(after, before, decay), grad, None
-
-
-def _decay_gradient(after: Tensor, before: Tensor, decay: Tensor) -> Tensor:
-    """Of `decay`, from the gradients of the states after each chunk and the states before it."""
-    axes = [axis for axis in (-2, -1) if decay.shape[axis] == 1]
-    return (after * before).sum(axes, keepdim=True)
+        return after, (after * before).sum((-2, -1), keepdim=True), grad, None

@@ -88,10 +88,10 @@ def _kernel(
         name = "fla.ops.kda:" + ("fused_recurrent_kda" if short else "chunk_kda")
     else:
         name = "fla.ops.gated_delta_rule:" + ("fused_recurrent" if short else "chunk") + "_gated_delta_rule"
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    run = fla_function(name, q, q.shape[-1])
+    run = fla_function(name, q.new_empty(0, dtype=dtype), q.shape[-1])
     if run is None:
         return None
+    q, k, v = (x.to(dtype) for x in (q, k, v))
     cu_seqlens = borders(lengths, q.device)
     o, states = run(
         q=q, k=k, v=v, g=g, beta=beta.to(dtype), scale=scale, initial_state=state,

@@ -68,10 +68,10 @@ def _kernel(
 ) -> tuple[Tensor, Tensor] | None:
     """By fla's gated linear attention with a decay per head, or None; its states are ours transposed."""
     form = "fused_recurrent" if recurrent(x.shape[1]) else "chunk"
-    x, b, c = (z.to(dtype) for z in (x, b, c))
-    run = fla_function(f"fla.ops.simple_gla:{form}_simple_gla", x, b.shape[-1])
+    run = fla_function(f"fla.ops.simple_gla:{form}_simple_gla", x.new_empty(0, dtype=dtype), b.shape[-1])
     if run is None:
         return None
+    x, b, c = (z.to(dtype) for z in (x, b, c))
     group = x.shape[2] // b.shape[2]
     cu_seqlens = borders(lengths, x.device)
     o, states = run(
@@ -100,9 +100,9 @@ def _chunks(
     state = state.unflatten(1, (b.shape[2], -1))
     outs = []
     segments = zip(*(cut.split(z).split(SEGMENT) for z in (x, b, c, g)), strict=True)
-    for number, inputs in enumerate(segments):
+    for number, (x_n, b_n, c_n, g_n) in enumerate(segments):
         starts = cut.starts[number * SEGMENT : (number + 1) * SEGMENT]
-        out, state = _segment(*inputs, state, starts)
+        out, state = _segment(x_n, b_n, c_n, g_n, state, starts)
         outs.append(out)
     return cut.join(torch.cat(outs)), state.flatten(1, 2)
 

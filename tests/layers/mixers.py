@@ -15,10 +15,11 @@ HIDDEN = 32
 KINDS = list(kinds())
 
 # Given to every kind whose options have a field of that name: windows and chunks short enough that sixty
-# tokens cross every border, and grouped key/value heads.
+# tokens cross every border, and heads that share.
 SMALL: dict[str, Any] = {
     "num_heads": 4, "num_kv_heads": 2, "chunk": 8, "window_chunks": 2, "window": 11, "sinks": 2,
     "budget_minimum": 8, "budget_factor": 2.0, "gate_appends": True, "max_centroids": 12,
+    "num_v_heads": 8, "state_size": 8, "n_groups": 2,
 }  # fmt: skip
 
 
