@@ -143,16 +143,17 @@ def chunks(
     slot = choose(call, tokens[..., : k.shape[-1]], _steps(call, grid), base, starts)
     groups = _groups(call, grid, tokens)
     recompute = len(groups) > 1 and torch.is_grad_enabled()
+    # By `split`, whose backward joins once; that of a slice fills a whole tensor for each.
+    rows = [sum(grid.active[c] for c in group) for group in groups]
+    entries = [sum(grid.complete[group.start : group.stop]) for group in groups]
+    pieces = [*(x.split(rows) for x in (q, k, v)), *(x.split(entries) for x in (tokens, slot))]
     outs = []
-    for chunks in groups:
-        own = slice(grid.start(chunks.start), grid.start(chunks.stop))
-        entry = slice(sum(grid.complete[: chunks.start]), sum(grid.complete[: chunks.stop]))
-        run = partial(_group, call, grid.part(chunks))
-        args = (q[own], k[own], v[own], tokens[entry], slot[entry], base)
+    for group, args in zip(groups, zip(*pieces, strict=True), strict=True):
+        run = partial(_group, call, grid.part(group))
         if recompute:
-            y, base = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+            y, base = checkpoint(run, *args, base, use_reentrant=False, preserve_rng_state=False)
         else:
-            y, base = run(*args)
+            y, base = run(*args, base)
         outs.append(y)
     return torch.cat(outs) if len(outs) > 1 else outs[0], slot, base
 
