@@ -211,7 +211,6 @@ def _whole_chunks(call: Call, q: Tensor, k: Tensor, v: Tensor, state: OVQState) 
     grid = Grid([batch] * count, [batch] * complete, state.position // call.chunk)
     starts = [(b, state.position) for b in range(batch)]
     y, slot, last = chunks(call, grid, rows(q), rows(k), rows(v), state.centroids(), starts)
-    assert last is not None
     state.set_centroids(last)
     state.drop_pending()
     state.position += complete * call.chunk

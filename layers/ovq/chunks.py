@@ -7,20 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from ..base import LayerError
 from ..norms import compute_dtype
 from ..softmax import Mask, Part, joined_attention
+from ..softmax.joined import Gradient, Joint, part_gradients
+from ..softmax.kernels import choose as choose_kernel
 from .dictionary import Centroids, Step, assign, running_means, size_after
 
-GROUP_BYTES = 256 * 2**20
-"""Centroids of so many bytes exist at once; longer calls go by groups of chunks, repeated in the backward."""
+GROUP_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+"""Centroids of so many bytes exist at once, as means and as read; longer calls go by groups of chunks."""
 SLACK = 1.25
 """Chunks whose dictionaries differ by less than this factor are one block of attention, missing centroids
 being hidden."""
@@ -127,7 +129,7 @@ def chunks(
     v: Tensor,
     base: Centroids | None,
     starts: Sequence[tuple[int, int]],
-) -> tuple[Tensor, Tensor, Centroids | None]:
+) -> tuple[Tensor, Tensor, Centroids]:
     """All steps for rows `[R, L, H, D]` of q, k and v.
 
     Args:
@@ -142,19 +144,16 @@ def chunks(
     tokens = entering_tokens(tokens_k, tokens_v)
     slot = choose(call, tokens[..., : k.shape[-1]], _steps(call, grid), base, starts)
     groups = _groups(call, grid, tokens)
-    recompute = len(groups) > 1 and torch.is_grad_enabled()
     # By `split`, whose backward joins once; that of a slice fills a whole tensor for each.
     rows = [sum(grid.active[c] for c in group) for group in groups]
     entries = [sum(grid.complete[group.start : group.stop]) for group in groups]
     pieces = [*(x.split(rows) for x in (q, k, v)), *(x.split(entries) for x in (tokens, slot))]
     outs = []
-    for group, args in zip(groups, zip(*pieces, strict=True), strict=True):
-        run = partial(_group, call, grid.part(group))
-        if recompute:
-            y, base = checkpoint(run, *args, base, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y, base = run(*args, base)
+    for group, operands in zip(groups, zip(*pieces, strict=True), strict=True):
+        y, *after = _Group.apply(call, grid.part(group), *operands, *(base or (None, None)))
+        base = Centroids(*after)
         outs.append(y)
+    assert base is not None
     return torch.cat(outs) if len(outs) > 1 else outs[0], slot, base
 
 
@@ -168,40 +167,102 @@ def _steps(call: Call, grid: Grid) -> list[Step]:
 def _groups(call: Call, grid: Grid, tokens: Tensor) -> list[range]:
     """Chunks whose dictionaries fit into GROUP_BYTES together."""
     centroid = 2 * tokens.shape[1] * tokens.shape[3] * tokens.element_size()  # as means and as read
+    limit = GROUP_BYTES["cpu" if tokens.device.type == "cpu" else "cuda"]
     borders, used = [0], 0
     for chunk, count in enumerate(grid.active):
         size = count * call.size(grid.first + chunk + 1) * centroid
-        if used and used + size > GROUP_BYTES:
+        if used and used + size > limit:
             borders.append(chunk)
             used = 0
         used += size
     return [range(start, end) for start, end in zip(borders, [*borders[1:], len(grid.active)], strict=True)]
 
 
-def _group(
-    call: Call,
-    grid: Grid,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tokens: Tensor,
-    slot: Tensor,
-    base: Centroids | None,
-) -> tuple[Tensor, Centroids | None]:
-    """One group of chunks: their heads, and the dictionary after the last step."""
-    reads, parts, steps = [], [Part(mask=Mask.LOWER)], _steps(call, grid)
+class _Group(torch.autograd.Function):
+    """One group of chunks. The backward makes the centroids again, but not the attention."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        grid: Grid,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tensor,
+        slot: Tensor,
+        means: Tensor | None,
+        counts: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads like q, and the dictionary after the last step; `means`, `counts`: the one before."""
+        base = None if means is None or counts is None else Centroids(means, counts)
+        reads, parts, last = _dictionary(call, grid, tokens, slot, base, q.dtype)
+        queries, keys, values = _widened(q, k, v, reads)
+        joint, kernel = Joint(queries), choose_kernel(queries)
+        joint.add(kernel, [queries], keys, values, [Part(mask=Mask.LOWER), *parts], 1.0)
+        y, lse = joint.result()
+        y = y[..., : q.shape[-1]].contiguous()
+        ctx.save_for_backward(q, k, v, tokens, slot, means, counts, y, lse)
+        ctx.plan = call, grid, kernel
+        after = [x.clone() for x in last]
+        ctx.mark_non_differentiable(after[1])
+        return y, after[0], after[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_means: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        call, grid, kernel = ctx.plan
+        q, k, v, tokens, slot, means, counts, y, lse = ctx.saved_tensors
+        leaves = [x.detach().requires_grad_() for x in (tokens, means) if x is not None]
+        base = None if means is None else Centroids(leaves[1], counts)
+        with torch.autocast(q.device.type, enabled=False):
+            with torch.enable_grad():
+                reads, parts, last = _dictionary(call, grid, leaves[0], slot, base, q.dtype)
+            seen = [(keys.detach(), values.detach()) for keys, values in reads]
+            queries, all_keys, all_values = _widened(q, k, v, seen)
+            more = (0, queries.shape[-1] - q.shape[-1])
+            d_q = Gradient(queries)
+            d_keys, d_values = [Gradient(x) for x in all_keys], [Gradient(x) for x in all_values]
+            part_gradients(
+                kernel,
+                (F.pad(grad, more), F.pad(y, more), lse),
+                [queries],
+                all_keys,
+                all_values,
+                [Part(mask=Mask.LOWER), *parts],
+                1.0,
+                ([d_q], d_keys, d_values),
+            )
+            own = (x.result()[..., : q.shape[-1]] for x in (d_q, d_keys[0], d_values[0]))
+            made = [*(x for read in reads for x in read), last.means]
+            slopes = [x.result() for pair in zip(d_keys[1:], d_values[1:], strict=True) for x in pair]
+            found = torch.autograd.grad(made, leaves, [*slopes, grad_means], allow_unused=True)
+        d_tokens, d_means = (*found, None)[:2]
+        return None, None, *own, d_tokens, None, d_means, None
+
+
+Read = tuple[Tensor, Tensor]  # keys and values, from `readable`
+
+
+def _dictionary(
+    call: Call, grid: Grid, tokens: Tensor, slot: Tensor, base: Centroids | None, dtype: torch.dtype
+) -> tuple[list[Read], list[Part], Centroids]:
+    """What a group's chunks read beside themselves, who reads it, and the dictionary after the last step."""
+    reads: list[Read] = []
+    parts: list[Part] = []
+    steps = _steps(call, grid)
     if base is not None and call.size(grid.first):
         count = grid.active[0]
-        reads.append(readable(base.rows(slice(0, count)).first(call.size(grid.first)), q.dtype))
+        reads.append(readable(base.rows(slice(0, count)).first(call.size(grid.first)), dtype))
         parts.append(Part(slice(0, count), k_rows=slice(0, count), key=1))
     if not steps:
-        return attend(q, k, v, reads, parts), base
+        assert base is not None
+        return reads, parts, base
     after = running_means(tokens, slot, steps, base)
     if len(grid.active) > 1 and call.size(grid.first + len(grid.active) - 1):
         parts += _dictionary_parts(call, grid, key=len(reads) + 1)
-        reads.append(readable(after, q.dtype))
-    last = slice(len(slot) - steps[-1].sequences, None)
-    return attend(q, k, v, reads, parts), Centroids(*(x.clone() for x in after.rows(last)))
+        reads.append(readable(after, dtype))
+    return reads, parts, after.rows(slice(len(slot) - steps[-1].sequences, None))
 
 
 def _dictionary_parts(call: Call, grid: Grid, key: int) -> list[Part]:
@@ -226,18 +287,23 @@ def _dictionary_parts(call: Call, grid: Grid, key: int) -> list[Part]:
     return parts
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, reads: Sequence[tuple[Tensor, Tensor]], parts: list[Part]
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Read], parts: list[Part]) -> Tensor:
     """One softmax over tokens (`key` 0 of the parts) and what `readable` made of centroids (1, ...)."""
+    queries, keys, values = _widened(q, k, v, reads)
+    return joined_attention([queries], keys, values, parts, 1.0)[0][..., : q.shape[-1]]
+
+
+def _widened(
+    q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Read]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Queries, keys and values with the further features that `readable` has, if there are any."""
     if not reads:
-        return joined_attention([q], [k], [v], parts, 1.0)[0]
-    size = q.shape[-1]
-    more = reads[0][0].shape[-1] - size
+        return q, [k], [v]
+    more = reads[0][0].shape[-1] - q.shape[-1]
     ones = q.new_ones(*q.shape[:-1], 2)
     q = F.pad(torch.cat((q, ones), -1), (0, more - 2))
-    keys, values = (list(x) for x in zip((F.pad(k, (0, more)), F.pad(v, (0, more))), *reads, strict=True))
-    return joined_attention([q], keys, values, parts, 1.0)[0][..., :size]
+    keys, values = zip((F.pad(k, (0, more)), F.pad(v, (0, more))), *reads, strict=True)
+    return q, list(keys), list(values)
 
 
 def readable(centroids: Centroids, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

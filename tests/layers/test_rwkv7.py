@@ -340,6 +340,39 @@ def test_the_switch_for_plain_torch_and_missing_kernels_change_nothing():
         assert torch.equal(mixer(x)[0], y)
 
 
+@pytest.mark.parametrize(
+    ("length", "grad", "name"),
+    [
+        (70, True, "fla.ops.rwkv7.chunk:chunk_rwkv7"),
+        (20, True, "fla.ops.rwkv7.chunk:chunk_rwkv7"),
+        (70, False, "fla.ops.rwkv7.chunk:chunk_rwkv7"),
+        (20, False, "fla.ops.rwkv7.fused_recurrent:fused_recurrent_rwkv7"),
+    ],
+)
+def test_how_the_kernels_are_called(monkeypatch, length, grad, name):
+    """By keyword, scale 1, 16-bit operands with a wide decay, an fp32 state; for short calls without gradients
+    the recurrent kernel, which has no backward."""
+    asked = []
+
+    def kernel(*, r, w, k, v, a, b, scale, initial_state, output_final_state, cu_seqlens):
+        assert {x.dtype for x in (r, k, v, a, b)} == {torch.bfloat16}
+        assert w.dtype == initial_state.dtype == torch.float32
+        assert (scale, output_final_state, cu_seqlens) == (1.0, True, None)
+        return steps(*(x.float() for x in (r, w, k, v, a, b)), initial_state)
+
+    def found(name, like, key_width):
+        asked.append((name, like.dtype, key_width))
+        return kernel
+
+    monkeypatch.setattr(rwkv7_op, "fla_function", found)
+    given = [x.detach().float() for x in operands(length=length)]
+    with torch.set_grad_enabled(grad):
+        out, state = rwkv7_recurrence(*given[:-1], state=given[-1], dtype=torch.bfloat16)
+    assert asked == [(name, torch.bfloat16, 16)]
+    expected = recurrence(*(x if i in (1, 6) else x.bfloat16().float() for i, x in enumerate(given)))
+    assert_equal([out, state], expected, 1e-5)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and flash-linear-attention")
 @pytest.mark.parametrize("lengths", [(), (30, 100, 70)])
 def test_the_kernels_agree_with_torch(lengths):
