@@ -350,8 +350,7 @@ def test_the_switch_for_plain_torch_and_missing_kernels_change_nothing():
     ],
 )
 def test_how_the_kernels_are_called(monkeypatch, length, grad, name):
-    """By keyword, scale 1, 16-bit operands with a wide decay, an fp32 state; for short calls without gradients
-    the recurrent kernel, which has no backward."""
+    """By keyword, scale 1, 16-bit operands with a wide decay, an fp32 state."""
     asked = []
 
     def kernel(*, r, w, k, v, a, b, scale, initial_state, output_final_state, cu_seqlens):
