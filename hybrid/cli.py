@@ -287,6 +287,43 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _declare_bench(parser: Parser) -> None:
+    parser.add_argument(
+        "what",
+        metavar="kvm|mixers|model",
+        choices=("kvm", "mixers", "model"),
+        help="the KVM operator's numbers to reach; every kind of layer; or a recipe's whole model",
+    )
+    parser.add_argument("arguments", metavar="RECIPE key=value", nargs="*", help="for model, as in `train`")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: seconds, to see that it runs")
+    parser.add_argument("--output", metavar="DIR", help="keep JSON and plots there")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="one part of kvm, or one kind of mixers"
+    )
+    parser.add_argument("--threads", type=_count, metavar="N", help="default: one per core")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    whole_model = arguments.what == "model"
+    if whole_model != bool(arguments.arguments):
+        found = "needs a RECIPE" if whole_model else f"takes no '{arguments.arguments[0]}'"
+        raise UsageError(f"hybrid bench {arguments.what} {found} (see hybrid bench --help)")
+    if whole_model and (arguments.quick or arguments.only):
+        raise UsageError(
+            "--quick and --only belong to bench kvm and bench mixers; model has its recipe's sizes"
+        )
+    from .bench import run
+
+    return run(
+        arguments.what,
+        arguments.arguments,
+        quick=arguments.quick,
+        output=arguments.output,
+        only=arguments.only,
+        threads=arguments.threads,
+    )
+
+
 COMMANDS = {
     "train": Command(
         "Train a model; prepares its data first if it is not there.",
@@ -317,5 +354,11 @@ COMMANDS = {
         "hybrid verify tests/vectors",
         _declare_verify,
         _verify,
+    ),
+    "bench": Command(
+        "Measure this machine: the KVM operator, every layer, or a recipe's model.",
+        "hybrid bench kvm --output benchmarks/results",
+        _declare_bench,
+        _bench,
     ),
 }

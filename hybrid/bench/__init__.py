@@ -1,0 +1,39 @@
+"""Measurements: `hybrid bench kvm`, `hybrid bench mixers`, `hybrid bench model RECIPE`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+
+def run(
+    what: str,
+    arguments: Sequence[str] = (),
+    *,
+    quick: bool = False,
+    output: str | None = None,
+    only: Sequence[str] = (),
+    threads: int | None = None,
+) -> int:
+    """One benchmark by all cores (or `threads`), from the command line's arguments; returns the exit code."""
+    import torch
+
+    torch.set_num_threads(threads or _cores())
+    if what == "kvm":
+        from .kvm import bench_kvm
+
+        return bench_kvm(output, list(only), quick)
+    if what == "mixers":
+        from .mixers import bench_mixers
+
+        return bench_mixers(output, list(only), quick)
+    from ..recipe import load
+    from .model import bench_model
+
+    return bench_model(load(arguments[0], arguments[1:]), output)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

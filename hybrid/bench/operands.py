@@ -1,0 +1,185 @@
+"""The shapes that `hybrid bench kvm` measures, and random inputs for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..layers.attention import FullAttention
+from ..layers.base import Flops, Site
+from ..layers.kvm.attention import kvm_attention
+from ..layers.kvm.mixer import KVM
+from ..layers.kvm.spec import KVMSpec
+
+BUDGETS = ("fixed", "sqrt")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One sequence; all lengths in tokens, multiples of the chunk."""
+
+    heads: int = 6
+    head_dim: int = 128
+    chunk: int = 256
+    window_chunks: int = 2
+    slots: int = 256
+    """Of the fixed budget, and the least of the growing one."""
+    factor: float = 16.0
+    """The growing budget is factor * sqrt(t)."""
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+    """Of training; the plot's. The numbers to reach are for `short` and `long`."""
+    short: int = 8192
+    long: int = 32768
+    prefill: int = 131072
+    prefill_base: int = 16384
+    piece: int = 8192
+    """Tokens per call of a prefill."""
+    decode_base: int = 2048
+    decode: int = 65536
+    cached_tokens: int = 16
+    """Tokens decoded in a row with a full cache; with KVM it is a chunk."""
+    layers: int = 12
+    model_tokens: int = 4096
+    vocabulary: int = 4096
+    window_short: int = 2048
+    window_long: int = 32768
+    copy_bytes: int = 2**28
+    rounds: int = 5
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * self.head_dim
+
+    def options(self, budget: str) -> dict[str, Any]:
+        """Of the `kvm` kind."""
+        return {
+            "num_heads": self.heads,
+            "head_dim": self.head_dim,
+            "chunk": self.chunk,
+            "window_chunks": self.window_chunks,
+            "budget": "fixed" if budget == "fixed" else "power_law",
+            "budget_minimum": self.slots,
+            "budget_factor": self.factor,
+        }
+
+    def kvm(self, budget: str) -> KVM:
+        """The layer, without storage."""
+        with torch.device("meta"):
+            return KVM(KVM.Options(**self.options(budget)), Site(self.hidden))
+
+    def full(self) -> FullAttention:
+        with torch.device("meta"):
+            return FullAttention(
+                FullAttention.Options(num_heads=self.heads, head_dim=self.head_dim), Site(self.hidden)
+            )
+
+    def name(self, budget: str) -> str:
+        return f"fixed {self.slots}" if budget == "fixed" else f"{self.factor:g} sqrt(t)"
+
+
+QUICK = Sizes(
+    heads=2, head_dim=16, chunk=16, slots=16, factor=4.0, lengths=(64, 128, 256), short=128, long=256,
+    prefill=512, prefill_base=128, piece=64, decode_base=64, decode=256, cached_tokens=4, layers=2,
+    model_tokens=64, vocabulary=64, window_short=64, window_long=256, copy_bytes=2**20, rounds=3,
+)  # fmt: skip
+"""Seconds for everything: what the tests run."""
+
+
+def operator_flops(layer: KVM | FullAttention, tokens: int) -> Flops:
+    """Per token, without the projections: what the first token costs beside the one key it sees."""
+    whole, first = layer.flops_per_token(tokens), layer.flops_at(0)
+    projections = first.differentiable - 4.0 * layer.num_heads * layer.head_dim
+    return Flops(whole.differentiable - projections, whole.routing)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """`kvm_attention`'s tensors, as its layer gives them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor
+    front: Tensor
+    back: Tensor
+
+    @classmethod
+    def random(
+        cls,
+        batch: int,
+        tokens: int,
+        heads: int,
+        head_dim: int,
+        *,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Operands:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device)
+
+        q, k = (F.layer_norm(draw(batch, tokens, heads, head_dim), (head_dim,)).to(dtype) for _ in "qk")
+        v = draw(batch, tokens, heads, head_dim).to(dtype)
+        gate = 1 + F.elu(draw(batch, tokens, heads))
+        like = {"device": device, "dtype": torch.float32}
+        ones, heads_ones = torch.ones(head_dim, **like), torch.ones(heads, **like)
+        return cls(q, k, v, gate, ones, torch.zeros(head_dim, **like), heads_ones, heads_ones.clone())
+
+    def tokens(self, start: int, end: int) -> Operands:
+        cut = {name: getattr(self, name)[:, start:end] for name in ("q", "k", "v", "gate")}
+        return replace(self, **cut)
+
+    def settings(self, spec: KVMSpec) -> dict[str, Any]:
+        """Keyword arguments beside q, k, v and gate."""
+        return {
+            "spec": spec,
+            "norm_weight": self.norm_weight,
+            "norm_bias": self.norm_bias,
+            "front_temperature": self.front,
+            "state_temperature": self.back,
+        }
+
+    def leaves(self) -> list[Tensor]:
+        """Everything, ready to receive gradients."""
+        every = (self.q, self.k, self.v, self.gate, self.norm_weight, self.norm_bias, self.front, self.back)
+        return [x.detach().requires_grad_() for x in every]
+
+
+Run = Callable[[], Any]
+
+
+def kvm_training(operands: Operands, spec: KVMSpec, operator: Callable[..., Any] = kvm_attention) -> Run:
+    """Forward and backward of the operator (or its eager twin), with gradients of all inputs."""
+    leaves = operands.leaves()
+    q, k, v, gate = leaves[:4]
+    settings = Operands(*leaves).settings(spec)
+    if operator is kvm_attention:
+        settings["want_state"] = False
+    grad = torch.randn_like(operands.q)
+
+    def run() -> None:
+        y = operator(q, k, v, gate, **settings)
+        torch.autograd.grad(y[0] if isinstance(y, tuple) else y, leaves, grad)
+
+    return run
+
+
+def full_training(operands: Operands) -> Run:
+    """Forward and backward of torch's causal attention, with tensors laid out the way it likes them."""
+    q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in (operands.q, operands.k, operands.v))
+    grad = torch.randn_like(q)
+
+    def run() -> None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(y, (q, k, v), grad)
+
+    return run
