@@ -69,7 +69,7 @@ class World:
         Raises the problem on the main rank (as TrainError when another rank's) and SystemExit(2) on the
         others, so that a job ends with one message.
         """
-        texts = self.gather(None if problem is None else str(problem))
+        texts = self.gather(None if problem is None else str(problem) or type(problem).__name__)
         if not any(texts):
             return
         if not self.main:

@@ -344,11 +344,15 @@ class _Run:
         prompts, length = self.recipe.train.prompts, self.recipe.train.sample_tokens
         if not prompts or not length:
             return []
-        from hybrid.generate import generate
+        from hybrid.generate import GenerateError, generate
 
         model, tokenizer, _ = load_run(self.folder)
         model.to(self.world.device).eval()
-        found = generate(model, tokenizer, prompts, max_tokens=length, seed=self.recipe.train.seed)
+        try:
+            found = generate(model, tokenizer, prompts, max_tokens=length, seed=self.recipe.train.seed)
+        except GenerateError as error:  # the run is saved and its scores stand, whatever comes of samples
+            self.monitor.say(f"no samples: {error}")
+            return []
         texts = [prompt + one.text for prompt, one in zip(prompts, found, strict=True)]
         (self.folder / "samples.txt").write_text("\n\n----\n\n".join(texts) + "\n", encoding="utf-8")
         return texts

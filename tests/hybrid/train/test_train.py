@@ -347,3 +347,11 @@ def test_a_second_run_in_the_same_directory_is_refused(rank_pools, tiny_recipe: 
         (refused,) = rank_pools(1).run(tiny.run, tiny_recipe, tmp_path)
     assert refused[0] == "TrainError"
     assert "another process is training" in refused[1]
+
+
+def test_data_that_is_not_there_is_prepared_once_for_all(two_ranks, tiny_recipe: Path, tmp_path: Path):
+    found = two_ranks.run(
+        tiny.run, tiny_recipe, tmp_path / "run", data__folder=tmp_path / "data", train__steps=1
+    )
+    assert [summary.steps for summary in found] == [1, 1]
+    assert (tmp_path / "data" / "report.json").is_file()
