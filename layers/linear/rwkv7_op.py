@@ -146,25 +146,26 @@ class _Scores(NamedTuple):
     grow_before: Tensor  # [.., L, K]: e^(c'-m)
 
 
-def _scores(r: Tensor, log_decay: Tensor, k: Tensor, a: Tensor, b: Tensor, hidden: Tensor) -> _Scores:
-    """From operands `[n, X, L, K]`; `hidden` `[2L, 2L]` is true where a row does not see a column."""
+def _scores(r: Tensor, log_decay: Tensor, k: Tensor, a: Tensor, b: Tensor, seen: Tensor) -> _Scores:
+    """From operands `[n, X, L, K]`; `seen` as from `_seen`."""
     total = log_decay.cumsum(-2)
     half = total[..., -1:, :] / 2
     grow = torch.exp(total - half)
     grow_before = torch.exp(total - log_decay - half)
     left = torch.cat((r * grow, a * grow_before), -2)
     right = torch.cat((k / grow, b / grow), -2)
-    scores = (left @ right.mT).masked_fill_(hidden, 0)
+    scores = (left @ right.mT).mul_(seen)
     size = r.shape[-2]
     eye = torch.eye(size, dtype=r.dtype, device=r.device).expand(*scores.shape[:-2], size, size)
     inverse = torch.linalg.solve_triangular(-scores[..., size:, size:], eye, upper=False, unitriangular=True)
     return _Scores(left, right, scores, inverse, half.exp().mT, grow, grow_before)
 
 
-def _hidden(size: int, device: torch.device) -> Tensor:
-    """`[2L, 2L]`: outputs see tokens up to their own, reads only earlier ones."""
-    every = torch.ones(size, size, dtype=torch.bool, device=device)
-    return torch.cat((every.triu(1), every.triu(0))).repeat(1, 2)
+def _seen(like: Tensor) -> Tensor:
+    """`[2L, 2L]` for chunks `[n, B, L, ...]`: 1 where a row sees a column, else 0. Outputs see tokens up to
+    their own, reads only earlier ones. (A factor: what it hides is finite, and filling is far slower.)"""
+    every = like.new_ones(like.shape[2], like.shape[2])
+    return torch.cat((every.tril(), every.tril(-1))).repeat(1, 2)
 
 
 class _Chunks(torch.autograd.Function):
@@ -175,14 +176,14 @@ class _Chunks(torch.autograd.Function):
         """Operands r, log_decay, k, v, a, b `[n, B, L, H, ...]`; `starts`: chunks that M is zero before."""
         value = operands[3]
         size = value.shape[2]
-        hidden = _hidden(size, state.device)
+        seen = _seen(value)
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
         memory = state.flatten(0, 1)
         before = state.new_empty(len(value), *memory.shape)
         with _exact(state):
             for span in _groups(value):
                 r, decay, k, v, a, b = (_heads_first(x[span]) for x in operands)
-                s = _scores(r, decay, k, a, b, hidden)
+                s = _scores(r, decay, k, a, b, seen)
                 own, fixed, mixing = _own(s, v)
                 for i, chunk in enumerate(range(span.start, span.stop)):
                     if starts[chunk]:
@@ -202,7 +203,7 @@ class _Chunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
         before, after, *operands = ctx.saved_tensors
-        hidden = _hidden(grad.shape[2], grad.device)
+        seen = _seen(grad)
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
         d_memory = grad_state.flatten(0, 1)
         with torch.autocast(grad.device.type, enabled=False), _exact(grad):
@@ -210,7 +211,7 @@ class _Chunks(torch.autograd.Function):
                 following = before[span.stop] if span.stop < len(before) else after
                 own = [_heads_first(x[span]) for x in (*operands, grad)]
                 memories = before[span], following
-                found, d_memory = _group_backward(own, memories, d_memory, hidden, ctx.starts[span])
+                found, d_memory = _group_backward(own, memories, d_memory, seen, ctx.starts[span])
                 for x, one in zip(grads, found, strict=True):
                     _put(x[span], one)
         return None, d_memory.view(grad_state.shape), *grads
@@ -230,7 +231,7 @@ def _group_backward(
     operands: list[Tensor],
     memories: tuple[Tensor, Tensor],
     d_memory: Tensor,
-    hidden: Tensor,
+    seen: Tensor,
     starts: Sequence[bool],
 ) -> tuple[list[Tensor], Tensor]:
     """One group of chunks.
@@ -246,7 +247,7 @@ def _group_backward(
     """
     r, log_decay, k, v, a, b, grad = operands
     size = r.shape[-2]
-    s = _scores(r, log_decay, k, a, b, hidden)
+    s = _scores(r, log_decay, k, a, b, seen)
     write, read = s.left[..., :size, :], s.left[..., size:, :]
     late = s.right[..., size:, :]
     scaled = s.scale * memories[0]
@@ -268,7 +269,7 @@ def _group_backward(
     d_solved = s.inverse.mT @ (d_reads + late @ d_after)
     d_rows = torch.cat((grad, d_solved), -2)
     rows = torch.cat((v, reads), -2)
-    d_scores = (d_rows @ rows.mT).masked_fill_(hidden, 0)
+    d_scores = (d_rows @ rows.mT).mul_(seen)
     d_left = d_scores @ s.right + d_rows @ scaled.mT
     d_right = d_scores.mT @ s.left + rows @ d_after.mT
     d_v = s.scores[..., :size].mT @ d_rows + s.right[..., :size, :] @ d_after
