@@ -21,6 +21,9 @@ from .kernels import borders, fla_function, recurrent
 
 CHUNK = 32  # tokens; measured on a CPU against 16 and 64
 SEGMENT = 16  # chunks
+NARROW = -120.0  # log decay of a chunk down to which fp32 holds its factors, from e^-60 to e^60
+    -80.0
+)  # log decay of a chunk down to which fp32 holds its factors, about e^40 and e^-40, and products
 STEPS = 4  # up to so many tokens are done one by one
 
 
@@ -116,6 +119,7 @@ def _steps(
     return torch.cat(outs, 2).transpose(1, 2), state
 
 
+@torch.compiler.disable  # compiling would unroll the loop over chunks
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -262,12 +266,12 @@ def _scores_backward(
         d_read, d_own = d_read * decay, d_own * decay
         return d_read @ k, (d_own + d_own.mT) @ k + d_read.mT @ q, d_total
     rows, columns, up, back = _channel_factors(q, k, total)
-    d_scores = torch.cat((d_read.tril(), d_own), -2).double()
+    d_scores = torch.cat((d_read.tril(), d_own), -2).to(rows.dtype)
     d_rows, d_columns = d_scores @ columns, d_scores.mT @ rows
     by_row, by_column = d_rows * rows, d_columns * columns
     d_q, d_own_k = (d_rows.unflatten(-2, (2, -1)) * up.unsqueeze(-3)).to(q.dtype).unbind(-3)
     d_k = d_own_k + (d_columns * back).to(k.dtype)
-    return d_q, d_k, by_row.unflatten(-2, (2, -1)).sum(-3) - by_column
+    return d_q, d_k, (by_row.unflatten(-2, (2, -1)).sum(-3) - by_column).double()
 
 
 def _hidden(total: Tensor) -> Tensor:
@@ -284,8 +288,11 @@ def _channel_factors(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tenso
     """q and k below each other, times `e^(c - c_L / 2)`, and k times the inverse, with both factors.
 
     Their products have the decays `e^(c_i - c_j)`. float64 holds the factors of any chunk of 32, which decays
-    by at most e^(-32 * 40); products that overflow are of a token with a later one, and are not used.
+    by at most e^(-32 * 40); products that overflow are of a token with a later one, and are not used. Where
+    looking costs nothing, slow decays are computed in q's dtype, twice as fast.
     """
     centred = total - total[..., -1:, :] / 2
+    if total.device.type == "cpu" and float(total[..., -1, :].min()) >= NARROW:
+        centred = centred.to(q.dtype)
     up, back = centred.exp(), (-centred).exp()
     return torch.cat((q * up, k * up), -2), k * back, up, back

@@ -92,6 +92,7 @@ def _steps(x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor) -> tuple[T
     return torch.stack([out.squeeze(-1) for out in outs], 1), state
 
 
+@torch.compiler.disable  # compiling would unroll the loop over chunks
 def _chunks(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:

@@ -129,7 +129,7 @@ def test_any_decay_is_exact(channels, dtype, tolerance):
         assert float((one - two).detach().abs().max()) <= tolerance * float(two.detach().abs().max())
 
 
-@pytest.mark.parametrize("bound", [0.0, -1e-3, -30.0, -1e4])
+@pytest.mark.parametrize("bound", [0.0, -1e-3, -1.0, -3.7, -3.8, -30.0, -1e4])
 def test_a_whole_sequence_of_one_decay_is_finite_and_exact(bound):
     for channels in (False, True):
         q, k, v, g, beta = extreme(channels, torch.float32)
@@ -167,10 +167,7 @@ def test_flops_are_those_of_the_layer_run_token_by_token(kind, changes):
         _, state = mixer(x)
         with FlopCounterMode(display=False) as counter:
             mixer(x, None, state)
-    convolutions = sum(
-        counted for op, counted in counter.get_flop_counts()["Global"].items() if "convolution" in str(op)
-    )
-    assert counter.get_total_flops() - convolutions == mixer.flops_at(1).forward
+    assert counter.get_total_flops() == mixer.flops_at(1).forward
     assert mixer.flops_per_token(1000) == mixer.flops_at(999)
 
 
