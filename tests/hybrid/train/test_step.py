@@ -137,6 +137,12 @@ def largest_error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]
     )
 
 
+def whole_error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Norm of the error over all tensors / norm of what is right."""
+    error = torch.cat([(found[name] - value).flatten() for name, value in right.items()])
+    return float(error.norm() / torch.cat([value.flatten() for value in right.values()]).norm())
+
+
 @pytest.mark.parametrize(("precision", "stage"), STAGES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_any_split_gives_the_gradient_of_one_large_batch(rank_pools, world: int, precision: str, stage: int):
@@ -146,10 +152,16 @@ def test_any_split_gives_the_gradient_of_one_large_batch(rank_pools, world: int,
     start = dict(model(precision).named_parameters())
     right = reference(world, precision, **settings)["gradients"]
     found = rank_pools(world).run(all_splits, stage, precision, SPLITS[:: 3 - world], steps=1, **settings)
-    for split in found[0]:
-        gradients = {name: (start[name].detach() - new) / rate for name, new in split["weights"].items()}
-        error = largest_error(gradients, right)
-        assert error < (1e-5 if precision == "fp32" else 5e-2)
+    splits = [
+        {name: (start[name].detach() - new) / rate for name, new in split["weights"].items()}
+        for split in found[0]
+    ]
+    for gradients in splits:
+        if precision == "fp32":
+            assert largest_error(gradients, right) < 1e-5
+        else:  # rounded layer by layer: close as a whole, and alike between splits
+            assert whole_error(gradients, right) < 2e-2
+            assert largest_error(gradients, splits[0]) < 3e-2
 
 
 @pytest.mark.parametrize(("precision", "stage"), STAGES)
