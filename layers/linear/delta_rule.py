@@ -22,8 +22,6 @@ from .kernels import borders, fla_function, recurrent
 CHUNK = 32  # tokens; measured on a CPU against 16 and 64
 SEGMENT = 16  # chunks
 NARROW = -120.0  # log decay of a chunk down to which fp32 holds its factors, from e^-60 to e^60
-    -80.0
-)  # log decay of a chunk down to which fp32 holds its factors, about e^40 and e^-40, and products
 STEPS = 4  # up to so many tokens are done one by one
 
 
