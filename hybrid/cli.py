@@ -216,12 +216,16 @@ def _info(arguments: argparse.Namespace) -> int:
 
 def _declare_verify(parser: Parser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="stored test vectors")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu (the default) or cuda")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 has wider tolerances"
+    )
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from .verify import verify
+    from .verify import Setting, verify
 
-    return verify(arguments.folder)
+    return verify(arguments.folder, Setting(arguments.device, arguments.precision))
 
 
 def _declare_generate(parser: Parser) -> None:

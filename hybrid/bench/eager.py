@@ -7,6 +7,7 @@ values only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,9 +46,8 @@ def eager_kvm(
     for c, queries_c in enumerate(queries):
         if c > window:
             grow = spec.growth(state.keys.shape[2], c - window) - state.keys.shape[2]
-            state = _updated(
-                state, fresh[c - window], values[c - window], gates[c - window], grow, spec, norm
-            )
+            leaving = fresh[c - window], values[c - window], gates[c - window]
+            state = _updated(state, *leaving, grow, spec, norm)
         seen = slice(max(0, c + 1 - window), c + 1)
         k_c, v_c = [*keys[seen]], [*values[seen]]
         if c >= window:
@@ -72,7 +72,13 @@ class _State:
 
 
 def _updated(
-    state: _State, keys: Tensor, values: Tensor, gate: Tensor, grow: int, spec: KVMSpec, norm
+    state: _State,
+    keys: Tensor,
+    values: Tensor,
+    gate: Tensor,
+    grow: int,
+    spec: KVMSpec,
+    norm: Callable[[Tensor], Tensor],
 ) -> _State:
     """The state after a chunk `[B, H, C, D]` that adds `grow` slots."""
     size = keys.shape[-1]

@@ -186,9 +186,8 @@ def decode(sizes: Sizes, quick: bool) -> Found:
     runs["copy"] = copy_bandwidth(sizes.copy_bytes)
     times = alternate(runs, rounds=sizes.rounds)
     bandwidth = 2 * sizes.copy_bytes / times.pop("copy")
-    per_token = {
-        name: t / (sizes.cached_tokens if name == "full" else sizes.chunk) for name, t in times.items()
-    }
+    count = {"full": sizes.cached_tokens}
+    per_token = {name: value / count.get(name, sizes.chunk) for name, value in times.items()}
     full = sizes.full().flops_at(long).forward - sizes.full().flops_at(0).forward
     rows = [
         Row(
@@ -236,10 +235,10 @@ def model(sizes: Sizes, quick: bool) -> Found:
         flops[name] = lm.flops_per_token(sizes.model_tokens).training
         runs[name] = Trainer(lm, 1, sizes.model_tokens).step
     times = alternate(runs, rounds=3)
-    work = f"training step, {sizes.layers} layers x {sizes.hidden}, {sizes.model_tokens} tokens, {sizes.name('fixed')}"
-    row = Row(
-        work, "all full attention", times["full"] / times["fixed"], 1.0, ideal=flops["full"] / flops["fixed"]
-    )
+    shape = f"{sizes.layers} layers x {sizes.hidden}, {sizes.model_tokens} tokens"
+    ideal, measured = (x["full"] / x["fixed"] for x in (flops, times))
+    work = f"training step, {shape}, {sizes.name('fixed')}"
+    row = Row(work, "all full attention", measured, 1.0, ideal=ideal)
     return Found([row], {"seconds": times})
 
 

@@ -9,12 +9,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from ..block import Block
 from ..loss import Loss
 from ..model import HybridLM
 from ..recipe import batch_geometry
@@ -65,7 +66,7 @@ class Trainer:
         self.optimizer.step()
         if self.masters is not self.parameters:
             with torch.no_grad():
-                torch._foreach_copy_(self.parameters, self.masters)
+                torch._foreach_copy_([*self.parameters], [*self.masters])
         self.model.zero_grad(set_to_none=True)
 
     def step(self) -> None:
@@ -84,7 +85,7 @@ class Parts:
         """`compiled`: each part by itself under torch.compile."""
         self.cuda = torch.device(device).type == "cuda"
         self._modules: list[tuple[nn.Module, str]] = [(model.head, "head")]
-        for block in model.blocks:
+        for block in cast(list[Block], list(model.blocks)):
             self._modules += [(block.mixer, f"mixer {block.mixer.kind}"), (block.ffn, "feed-forward")]
         self._forwards = [
             torch.compile(module.forward, dynamic=False) if compiled else module.forward
@@ -154,9 +155,9 @@ def step_parts(trainer: Trainer, parts: Parts, rounds: int = 3) -> dict[str, flo
     """Median seconds of a training step's parts, each phase's rest and the optimizer included."""
     device = trainer.ids.device
     found: list[dict[str, float]] = []
+    losses: list[Tensor] = []
     for _ in range(rounds + 1):
         with parts.watched():
-            losses: list[Tensor] = []
             phases = {
                 "forward": seconds(lambda: losses.append(trainer.forward()), device),
                 "backward": seconds(lambda: losses.pop().backward(), device),
@@ -173,7 +174,7 @@ def step_parts(trainer: Trainer, parts: Parts, rounds: int = 3) -> dict[str, flo
 def part_flops(model: HybridLM, tokens: int) -> dict[str, float]:
     """Training FLOPs per token by part, forward and backward."""
     flops: dict[str, float] = defaultdict(float)
-    for block in model.blocks:
+    for block in cast(list[Block], list(model.blocks)):
         flops[f"mixer {block.mixer.kind}"] += block.mixer.flops_per_token(tokens).training
         flops["feed-forward"] += block.ffn.flops().training
     flops["head"] = 3 * 2.0 * model.section.hidden_size * model.vocab_size

@@ -130,9 +130,9 @@ class Operands:
         q, k = (F.layer_norm(draw(batch, tokens, heads, head_dim), (head_dim,)).to(dtype) for _ in "qk")
         v = draw(batch, tokens, heads, head_dim).to(dtype)
         gate = 1 + F.elu(draw(batch, tokens, heads))
-        like = {"device": device, "dtype": torch.float32}
-        ones, heads_ones = torch.ones(head_dim, **like), torch.ones(heads, **like)
-        return cls(q, k, v, gate, ones, torch.zeros(head_dim, **like), heads_ones, heads_ones.clone())
+        weight, bias = torch.ones(head_dim, device=device), torch.zeros(head_dim, device=device)
+        front, back = (torch.ones(heads, device=device) for _ in range(2))
+        return cls(q, k, v, gate, weight, bias, front, back)
 
     def tokens(self, start: int, end: int) -> Operands:
         cut = {name: getattr(self, name)[:, start:end] for name in ("q", "k", "v", "gate")}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybrid.verify import CaseResult, VerifyError, check_folder, table, verify
+from hybrid.verify import CaseResult, Setting, VerifyError, check_folder, table, verify
 
 ROOT = Path(__file__).parent.parent.parent
 VECTORS = ROOT / "tests" / "vectors"
@@ -209,3 +209,11 @@ def test_the_table_lines_up():
         "",
         "1 passed, 1 failed, 1 not covered",
     ]
+
+
+def test_bf16_has_tolerances_of_its_own_and_replays_routes():
+    results = {r.name: r for r in check_folder(VECTORS, Setting(precision="bf16"))}
+    assert statuses(results.values()) == dict.fromkeys(results, "pass")
+    operator = results["core_power_T75_bswa3"].errors
+    assert 1e-3 < operator["y"] < 2e-2  # bf16 was really used
+    assert "route" not in operator

@@ -1,0 +1,235 @@
+"""`hybrid bench mixers`: every registered kind of layer in fp32 with one sequence, and the linear recurrences
+against their step loops."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..layers.base import Context, LayerError, Mixer, Site
+from ..layers.linear.delta_rule import gated_delta_rule
+from ..layers.linear.rwkv7_op import rwkv7_recurrence
+from ..layers.linear.ssd import ssd
+from ..layers.registry import kinds
+from .report import BenchError, Row, columns, duration, environment, keep, rows_table
+from .stepwise import delta_steps, rwkv7_steps, ssd_steps
+from .timing import alternate
+
+
+@dataclass(frozen=True)
+class Sizes:
+    heads: int = 8
+    head_dim: int = 64
+    tokens: int = 4096
+    """Of the comparison with step loops."""
+    lengths: tuple[int, ...] = (2048, 4096, 8192, 16384)
+    decoded: int = 64
+    rounds: int = 3
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * self.head_dim
+
+
+QUICK = Sizes(heads=2, head_dim=8, tokens=32, lengths=(32, 64), decoded=2)
+
+OPTIONS: dict[str, dict[str, Any]] = {"mamba2": {"expand": 1, "state_size": 64}}
+"""What a kind needs to have the common number of heads."""
+
+
+class Twin(NamedTuple):
+    operator: Callable[..., Any]
+    steps: Callable[..., Tensor]
+    inputs: Callable[[Sizes], list[Tensor]]
+    target: float
+
+
+def _draw(sizes: Sizes, *more: int) -> Tensor:
+    return torch.randn(1, sizes.tokens, *(more or (sizes.heads, sizes.head_dim)))
+
+
+def _unit(sizes: Sizes) -> Tensor:
+    return F.normalize(_draw(sizes), dim=-1)
+
+
+def _rwkv7(sizes: Sizes) -> list[Tensor]:
+    kappa, rate = _unit(sizes), torch.sigmoid(_draw(sizes))
+    log_decay = -torch.exp(-F.softplus(_draw(sizes)) - 0.5)
+    return [_draw(sizes), log_decay, _draw(sizes), _draw(sizes), -kappa, kappa * rate]
+
+
+def _delta(sizes: Sizes, channels: bool) -> list[Tensor]:
+    g = -F.softplus(_draw(sizes) if channels else _draw(sizes, sizes.heads))
+    beta = torch.sigmoid(_draw(sizes, sizes.heads))
+    return [_unit(sizes), _unit(sizes), _draw(sizes), g, beta]
+
+
+def _mamba2(sizes: Sizes) -> list[Tensor]:
+    b, c = (_draw(sizes, 1, sizes.head_dim) for _ in range(2))
+    return [_draw(sizes), b, c, -F.softplus(_draw(sizes, sizes.heads))]
+
+
+TWINS: dict[str, Twin] = {
+    "rwkv7": Twin(rwkv7_recurrence, rwkv7_steps, _rwkv7, 10),
+    "kimi_delta": Twin(gated_delta_rule, delta_steps, lambda s: _delta(s, True), 10),
+    "gated_deltanet": Twin(gated_delta_rule, delta_steps, lambda s: _delta(s, False), 15),
+    "mamba2": Twin(ssd, ssd_steps, _mamba2, 15),
+}
+"""The operators whose speed has a target, by the kind of layer that uses them."""
+
+
+def build(kind: str, sizes: Sizes) -> Mixer:
+    """A layer with the common number of heads, or with its default options if it has no such thing."""
+    cls = kinds()[kind]
+    names = {field.name for field in dataclasses.fields(cls.Options)}
+    wanted = {"num_heads": sizes.heads, "head_dim": sizes.head_dim}
+    given = {name: value for name, value in wanted.items() if name in names}
+    torch.manual_seed(0)
+    try:
+        return cls(cls.Options(**given, **OPTIONS.get(kind, {})), Site(sizes.hidden))
+    except LayerError:
+        return cls(cls.Options(), Site(sizes.hidden))
+
+
+def layer_training(layer: Mixer, tokens: int) -> Callable[[], Any]:
+    """Forward and backward of a layer, with gradients of its input and parameters."""
+    x = torch.randn(1, tokens, layer.site.hidden_size, requires_grad=True)
+    leaves, grad = [x, *layer.parameters()], torch.randn_like(x)
+
+    def run() -> None:
+        y, _ = layer(x, Context.of(x, want_state=False))
+        torch.autograd.grad(y, leaves, grad, allow_unused=True)
+
+    return run
+
+
+@torch.no_grad()
+def layer_decoding(layer: Mixer, position: int, tokens: int) -> Callable[[], Any]:
+    """Decode `tokens` tokens from `position` on, each run from where the last one ended."""
+    x = torch.randn(1, position, layer.site.hidden_size)
+    state: Any = None
+    for piece in x.split(2048, 1):
+        _, state = layer(piece, Context.of(piece), state)
+
+    @torch.no_grad()
+    def run() -> None:
+        nonlocal state
+        for token in x[:, :tokens].split(1, 1):
+            _, state = layer(token, Context.of(token), state)
+
+    return run
+
+
+def against_steps(kind: str, sizes: Sizes) -> tuple[Row, dict[str, float]]:
+    """The operator's forward and backward against its step loop's."""
+    twin = TWINS[kind]
+    torch.manual_seed(0)
+    leaves = [x.requires_grad_() for x in (x.detach() for x in twin.inputs(sizes))]
+    grad = torch.randn(1, sizes.tokens, sizes.heads, sizes.head_dim)
+
+    def training(operator: Callable[..., Any]) -> Callable[[], Any]:
+        def run() -> None:
+            y = operator(*leaves)
+            torch.autograd.grad(y[0] if isinstance(y, tuple) else y, leaves, grad)
+
+        return run
+
+    times = alternate(
+        {"operator": training(twin.operator), "steps": training(twin.steps)}, rounds=sizes.rounds
+    )
+    work = f"{kind} operator, forward+backward, {sizes.tokens} tokens"
+    return Row(work, "token by token", times["steps"] / times["operator"], twin.target), times
+
+
+def measure(kind: str, sizes: Sizes) -> dict[str, Any]:
+    """One kind of layer: training at every length, decoding after the longest but one, and its accounts."""
+    layer = build(kind, sizes)
+    runs = {str(n): layer_training(layer, n) for n in sizes.lengths}
+    times = alternate(runs, rounds=sizes.rounds)
+    short, long = sizes.lengths[0], sizes.lengths[-1]
+    growth = times[str(long)] / long / (times[str(short)] / short)
+    counted = layer.flops_per_token(long).training / layer.flops_per_token(short).training
+    position = sizes.lengths[-2]
+    decoding = alternate({"": layer_decoding(layer, position, sizes.decoded)}, rounds=sizes.rounds)[""]
+    return {
+        "options": dataclasses.asdict(layer.options),
+        "training_seconds": times,
+        "growth_per_token": growth,
+        "counted_growth": counted,
+        "decode_position": position,
+        "decode_seconds": decoding / sizes.decoded,
+        "state_bytes": {str(n): layer.state_bytes(n) for n in sizes.lengths},
+    }
+
+
+def kinds_table(found: dict[str, dict[str, Any]], sizes: Sizes) -> str:
+    short, long = sizes.lengths[0], sizes.lengths[-1]
+    heading = ["kind", f"train {sizes.tokens}", "per token", f"{long}/{short}", "counted", "decode", "state"]
+    rows = [heading]
+    for kind, one in found.items():
+        seconds = one["training_seconds"][str(sizes.tokens)]
+        state = one["state_bytes"][str(long)]
+        rows.append(
+            [
+                kind,
+                duration(seconds),
+                duration(seconds / sizes.tokens),
+                f"{one['growth_per_token']:.2f}x",
+                f"{one['counted_growth']:.2f}x",
+                duration(one["decode_seconds"]),
+                f"{state / 2**20:.3g} MiB",
+            ]
+        )
+    return columns(rows, left={0})
+
+
+def bench_mixers(output: str | None, only: Sequence[str], quick: bool) -> int:
+    """Measure, print, and keep `mixers.json` and `mixers.png` in `output`."""
+    sizes = QUICK if quick else Sizes()
+    known = list(kinds())
+    for kind in only:
+        if kind not in known:
+            raise BenchError(f"there is no kind of layer '{kind}'; known: {', '.join(known)}")
+    chosen = list(only) or known
+    found: dict[str, dict[str, Any]] = {}
+    rows: list[Row] = []
+    for kind in chosen:
+        print(f"{kind} ...", flush=True)
+        found[kind] = measure(kind, sizes)
+        if kind in TWINS:
+            row, times = against_steps(kind, sizes)
+            growth = found[kind]["growth_per_token"]
+            counted = found[kind]["counted_growth"]
+            work = f"{kind} layer, forward+backward, time per token at {sizes.lengths[-1]}"
+            own = Row(work, f"itself at {sizes.lengths[0]}", growth, 1.3, at_least=False, ideal=counted)
+            rows += [row, own]
+            found[kind].update(operator_seconds=times, rows=[row, own])
+        if output is not None:
+            keep(Path(output, "mixers.json"), {kind: {"environment": environment(), **found[kind]}})
+    print(f"\nOne layer, {sizes.heads} heads of {sizes.head_dim}, fp32, forward+backward")
+    print(kinds_table(found, sizes))
+    if rows:
+        print(f"\n{rows_table(rows)}")
+    if quick:
+        print("\nThese are tiny sizes, to see that everything runs: the targets do not apply to them.")
+    if output is not None:
+        _plot(Path(output, "mixers.png"), found, sizes)
+    return 0
+
+
+def _plot(path: Path, found: dict[str, dict[str, Any]], sizes: Sizes) -> None:
+    from .plot import Curve, time_plot
+
+    curves = [
+        Curve(kind, sizes.lengths, [one["training_seconds"][str(n)] for n in sizes.lengths])
+        for kind, one in found.items()
+    ]
+    title = f"One layer, forward + backward, {sizes.heads} heads of {sizes.head_dim}, fp32, CPU"
+    time_plot(path, title, "seconds", curves)
