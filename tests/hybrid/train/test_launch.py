@@ -22,7 +22,7 @@ from hybrid.train.monitor import read_metrics
 from . import tiny
 
 LAUNCH = Path(__file__).parents[3] / "launch"
-SECONDS = 120
+SECONDS = 180  # a loaded machine takes a minute to start two processes
 
 
 @contextlib.contextmanager
