@@ -313,9 +313,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         found = "needs a RECIPE" if whole_model else f"takes no '{arguments.arguments[0]}'"
         raise UsageError(f"hybrid bench {arguments.what} {found} (see hybrid bench --help)")
     if whole_model and (arguments.quick or arguments.only):
-        raise UsageError(
-            "--quick and --only belong to bench kvm and bench mixers; model has its recipe's sizes"
-        )
+        raise UsageError("bench model takes neither --quick nor --only: its sizes are the recipe's")
     from .bench import run
 
     return run(

@@ -11,27 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ..layers.attention import AttentionMixer, BlockWindow, SlidingWindow
-from ..layers.base import Context, Site
-from ..layers.kvm.attention import KVMState, kvm_attention
-from ..layers.kvm.mixer import KVM
+from ..layers.base import Site
 from ..layers.softmax import attention, block_window_attention
 from .eager import eager_kvm
 from .kvm_steps import kvm_steps
 from .memory import peak_bytes
-from .operands import (
-    BUDGETS,
-    QUICK,
-    Operands,
-    Run,
-    Sizes,
-    full_training,
-    kvm_training,
-    operator_flops,
-)
+from .operands import BUDGETS, QUICK, Sizes, operator_flops
 from .report import BenchError, Row, environment, keep, rows_table, shares_table
+from .runs import Run, copying, full_decoding, full_training, kvm_decoding, kvm_training, prefill_run
 from .timing import alternate
 
 GIB = 2**30
@@ -51,10 +40,9 @@ def training(sizes: Sizes, quick: bool) -> Found:
     steps: dict[str, dict[str, float]] = {}
     full = sizes.full()
     for tokens in sizes.lengths:
-        operands = Operands.random(1, tokens, sizes.heads, sizes.head_dim)
-        runs: dict[str, Run] = {"full": full_training(operands)}
+        runs: dict[str, Run] = {"full": full_training(sizes, tokens)}
         layers = {budget: sizes.kvm(budget) for budget in BUDGETS}
-        runs |= {budget: kvm_training(operands, layer.spec) for budget, layer in layers.items()}
+        runs |= {budget: kvm_training(sizes, budget, tokens) for budget in BUDGETS}
         times[tokens] = alternate(runs, rounds=sizes.rounds)
         cost = operator_flops(full, tokens).training
         ideals[tokens] = {b: cost / operator_flops(layer, tokens).training for b, layer in layers.items()}
@@ -73,14 +61,11 @@ def training(sizes: Sizes, quick: bool) -> Found:
 
 def twin(sizes: Sizes, quick: bool) -> Found:
     """Forward and backward against the plain chunk-by-chunk form."""
-    operands = Operands.random(1, sizes.short, sizes.heads, sizes.head_dim)
     rows, times = [], {}
     for budget, target in (("fixed", 2.2), ("sqrt", 1.5)):
-        spec = sizes.kvm(budget).spec
-        found = alternate(
-            {"operator": kvm_training(operands, spec), "eager": kvm_training(operands, spec, eager_kvm)},
-            rounds=sizes.rounds,
-        )
+        shape = sizes, budget, sizes.short
+        runs = {"operator": kvm_training(*shape), "eager": kvm_training(*shape, eager_kvm)}
+        found = alternate(runs, rounds=sizes.rounds)
         times[budget] = found
         work = f"forward+backward, {sizes.name(budget)}, {sizes.short} tokens"
         rows.append(Row(work, "chunk by chunk with autograd", found["eager"] / found["operator"], target))
@@ -93,20 +78,6 @@ def memory(sizes: Sizes, quick: bool) -> Found:
     work = f"peak memory, forward+backward, {sizes.name('fixed')}, {sizes.long} tokens"
     ratio = peaks["fixed"] / max(1, peaks["full"])
     return Found([Row(work, "torch full causal SDPA", ratio, 1.5, at_least=False)], {"bytes": peaks})
-
-
-def prefill_run(sizes: Sizes, budget: str, tokens: int) -> Run:
-    """Read a sequence through one layer's state, piece by piece."""
-    layer = KVM(KVM.Options(**sizes.options(budget)), Site(sizes.hidden))
-    x = torch.randn(1, tokens, sizes.hidden, generator=torch.Generator().manual_seed(0))
-
-    @torch.no_grad()
-    def run() -> None:
-        state = None
-        for piece in x.split(sizes.piece, 1):
-            _, state = layer(piece, Context.of(piece), state)
-
-    return run
 
 
 def prefill(sizes: Sizes, quick: bool) -> Found:
@@ -124,55 +95,6 @@ def prefill(sizes: Sizes, quick: bool) -> Found:
     return Found(rows, {"seconds": times, "flops_per_second": rates, "extra_bytes": extra})
 
 
-@torch.no_grad()
-def kvm_decoding(sizes: Sizes, budget: str, position: int) -> tuple[Run, Callable[[], KVMState]]:
-    """Decode a chunk of tokens, one update of the state among them, on from where the last run ended; and the
-    state as it is now."""
-    spec = sizes.kvm(budget).spec
-    state: KVMState | None = None
-    for start in range(0, position, sizes.piece):
-        count = min(sizes.piece, position - start)
-        piece = Operands.random(1, count, sizes.heads, sizes.head_dim, seed=start)
-        _, state, _ = kvm_attention(
-            piece.q, piece.k, piece.v, piece.gate, **piece.settings(spec), state=state
-        )
-    operands = Operands.random(1, sizes.chunk, sizes.heads, sizes.head_dim)
-    tokens = [operands.tokens(t, t + 1) for t in range(sizes.chunk)]
-
-    @torch.no_grad()
-    def run() -> None:
-        nonlocal state
-        for one in tokens:
-            _, state, _ = kvm_attention(one.q, one.k, one.v, one.gate, **one.settings(spec), state=state)
-
-    def now() -> KVMState:
-        assert state is not None
-        return state
-
-    return run, now
-
-
-def full_decoding(sizes: Sizes, position: int) -> Run:
-    """Decode tokens over a cache in a buffer, by torch's own attention."""
-    operands = Operands.random(1, position + sizes.cached_tokens, sizes.heads, sizes.head_dim)
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (operands.q, operands.k, operands.v))
-    keys, values = k.clone(), v.clone()
-
-    @torch.no_grad()
-    def run() -> None:
-        for t in range(position, position + sizes.cached_tokens):
-            keys[:, :, t], values[:, :, t] = k[:, :, t], v[:, :, t]
-            F.scaled_dot_product_attention(q[:, :, t : t + 1], keys[:, :, : t + 1], values[:, :, : t + 1])
-
-    return run
-
-
-def copy_bandwidth(count: int) -> Run:
-    source, target = torch.zeros(2, count // 4).fill_(1.0)
-
-    return lambda: target.copy_(source)
-
-
 def decode(sizes: Sizes, quick: bool) -> Found:
     """One token: a long context against a short one, against a full cache, and against moving the state."""
     base, long = sizes.decode_base, sizes.decode
@@ -183,7 +105,7 @@ def decode(sizes: Sizes, quick: bool) -> Found:
     }
     runs: dict[str, Run] = {name: run for name, (run, _) in made.items()}
     runs["full"] = full_decoding(sizes, long)
-    runs["copy"] = copy_bandwidth(sizes.copy_bytes)
+    runs["copy"] = copying(sizes)
     times = alternate(runs, rounds=sizes.rounds)
     bandwidth = 2 * sizes.copy_bytes / times.pop("copy")
     count = {"full": sizes.cached_tokens}
@@ -274,7 +196,7 @@ def windows(sizes: Sizes, quick: bool) -> Found:
 
 
 def _window_training(sizes: Sizes, tokens: int, operator: Callable[..., torch.Tensor]) -> Run:
-    operands = Operands.random(1, tokens, sizes.heads, sizes.head_dim)
+    operands = sizes.operands(tokens)
     leaves = operands.leaves()[:3]
     grad = torch.randn_like(operands.q)
     return lambda: torch.autograd.grad(operator(*leaves), leaves, grad)

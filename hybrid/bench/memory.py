@@ -15,9 +15,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .operands import QUICK, Operands, Sizes, full_training, kvm_training
-
-WORKS = ("training", "prefill")
+from .operands import QUICK, Sizes
+from .runs import Run, full_training, kvm_training, prefill_run
 
 
 def peak_bytes(work: str, what: str, tokens: int, quick: bool) -> int:
@@ -31,7 +30,8 @@ def peak_bytes(work: str, what: str, tokens: int, quick: bool) -> int:
     return json.loads(done.stdout)
 
 
-def measure(make: Callable[[int], Callable[[], object]], tokens: int, small: int) -> int:
+def measure(make: Callable[[int], Run], tokens: int, small: int) -> int:
+    """Of `make(tokens)`, in this process."""
     make(small)()
     run = make(tokens)
     base = _reset()
@@ -65,26 +65,15 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _training(sizes: Sizes, what: str) -> Callable[[int], Callable[[], object]]:
-    def make(tokens: int) -> Callable[[], object]:
-        operands = Operands.random(1, tokens, sizes.heads, sizes.head_dim)
-        if what == "full":
-            return full_training(operands)
-        return kvm_training(operands, sizes.kvm(what).spec)
-
-    return make
-
-
-def _prefill(sizes: Sizes, what: str) -> Callable[[int], Callable[[], object]]:
-    from .kvm import prefill_run
-
-    return lambda tokens: prefill_run(sizes, what, tokens)
-
-
 def main(arguments: list[str]) -> None:
     work, what, tokens, quick = arguments
     sizes = QUICK if quick == "1" else Sizes()
-    make = {"training": _training, "prefill": _prefill}[work](sizes, what)
+
+    def make(tokens: int) -> Run:
+        if work == "prefill":
+            return prefill_run(sizes, what, tokens)
+        return full_training(sizes, tokens) if what == "full" else kvm_training(sizes, what, tokens)
+
     print(json.dumps(measure(make, int(tokens), 4 * sizes.chunk)))
 
 

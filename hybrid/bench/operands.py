@@ -1,8 +1,7 @@
-"""The shapes that `hybrid bench kvm` measures, and random inputs for them."""
+"""The shapes that are measured, and random inputs for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from ..layers.attention import FullAttention
 from ..layers.base import Flops, Site
-from ..layers.kvm.attention import kvm_attention
 from ..layers.kvm.mixer import KVM
 from ..layers.kvm.spec import KVMSpec
 
@@ -21,7 +19,7 @@ BUDGETS = ("fixed", "sqrt")
 
 @dataclass(frozen=True)
 class Sizes:
-    """One sequence; all lengths in tokens, multiples of the chunk."""
+    """All lengths in tokens, multiples of the chunk."""
 
     heads: int = 6
     head_dim: int = 128
@@ -50,6 +48,9 @@ class Sizes:
     window_long: int = 32768
     copy_bytes: int = 2**28
     rounds: int = 5
+    batch: int = 1
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
 
     @property
     def hidden(self) -> int:
@@ -77,6 +78,9 @@ class Sizes:
             return FullAttention(
                 FullAttention.Options(num_heads=self.heads, head_dim=self.head_dim), Site(self.hidden)
             )
+
+    def operands(self, tokens: int, seed: int = 0) -> Operands:
+        return Operands.random(self, tokens, seed)
 
     def name(self, budget: str) -> str:
         return f"fixed {self.slots}" if budget == "fixed" else f"{self.factor:g} sqrt(t)"
@@ -111,27 +115,19 @@ class Operands:
     back: Tensor
 
     @classmethod
-    def random(
-        cls,
-        batch: int,
-        tokens: int,
-        heads: int,
-        head_dim: int,
-        *,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> Operands:
+    def random(cls, sizes: Sizes, tokens: int, seed: int = 0) -> Operands:
+        """For `tokens` tokens, with normalised queries and keys."""
+        device, shape = sizes.device, (sizes.batch, tokens, sizes.heads, sizes.head_dim)
         generator = torch.Generator(device).manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device=device)
 
-        q, k = (F.layer_norm(draw(batch, tokens, heads, head_dim), (head_dim,)).to(dtype) for _ in "qk")
-        v = draw(batch, tokens, heads, head_dim).to(dtype)
-        gate = 1 + F.elu(draw(batch, tokens, heads))
-        weight, bias = torch.ones(head_dim, device=device), torch.zeros(head_dim, device=device)
-        front, back = (torch.ones(heads, device=device) for _ in range(2))
+        q, k = (F.layer_norm(draw(*shape), shape[-1:]).to(sizes.dtype) for _ in "qk")
+        v = draw(*shape).to(sizes.dtype)
+        gate = 1 + F.elu(draw(*shape[:-1]))
+        weight, bias = torch.ones(shape[-1], device=device), torch.zeros(shape[-1], device=device)
+        front, back = (torch.ones(sizes.heads, device=device) for _ in range(2))
         return cls(q, k, v, gate, weight, bias, front, back)
 
     def tokens(self, start: int, end: int) -> Operands:
@@ -152,34 +148,3 @@ class Operands:
         """Everything, ready to receive gradients."""
         every = (self.q, self.k, self.v, self.gate, self.norm_weight, self.norm_bias, self.front, self.back)
         return [x.detach().requires_grad_() for x in every]
-
-
-Run = Callable[[], Any]
-
-
-def kvm_training(operands: Operands, spec: KVMSpec, operator: Callable[..., Any] = kvm_attention) -> Run:
-    """Forward and backward of the operator (or its eager twin), with gradients of all inputs."""
-    leaves = operands.leaves()
-    q, k, v, gate = leaves[:4]
-    settings = Operands(*leaves).settings(spec)
-    if operator is kvm_attention:
-        settings["want_state"] = False
-    grad = torch.randn_like(operands.q)
-
-    def run() -> None:
-        y = operator(q, k, v, gate, **settings)
-        torch.autograd.grad(y[0] if isinstance(y, tuple) else y, leaves, grad)
-
-    return run
-
-
-def full_training(operands: Operands) -> Run:
-    """Forward and backward of torch's causal attention, with tensors laid out the way it likes them."""
-    q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in (operands.q, operands.k, operands.v))
-    grad = torch.randn_like(q)
-
-    def run() -> None:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        torch.autograd.grad(y, (q, k, v), grad)
-
-    return run
