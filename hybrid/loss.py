@@ -71,8 +71,8 @@ class Head(nn.Module):
         logits_NV = self.logits(hidden)
         counted = labels != IGNORE
         target = labels.clamp(min=0).unsqueeze(-1)
-        lse = torch.logsumexp(logits_NV, -1)
-        losses = lse - logits_NV.gather(-1, target).squeeze(-1)
+        losses = F.cross_entropy(logits_NV, target.squeeze(-1), reduction="none")
+        lse = losses + logits_NV.gather(-1, target).squeeze(-1)  # cheaper than another pass over the logits
         squares = (lse if with_z else lse.detach()).square()
         zero = losses.new_zeros(())
         return torch.where(counted, losses, zero).sum(), torch.where(counted, squares, zero).sum()

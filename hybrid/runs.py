@@ -47,5 +47,8 @@ def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]
     weights = newest_weights(run)
     tokenizer = Tokenizer.load(run / TOKENIZER)
     model = HybridLM.from_recipe(recipe)
-    model.load_state_dict(load_file(weights))
+    try:
+        model.load_state_dict(load_file(weights))
+    except RuntimeError as error:
+        raise TrainError(f"{weights} does not fit {run / 'recipe.yaml'}: {error}") from error
     return model, tokenizer, recipe

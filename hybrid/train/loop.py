@@ -8,6 +8,7 @@ import hashlib
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 EVALUATED_WINDOWS = 8
 """Windows of held-out text in one forward pass of a rank."""
+
+SAMPLE_TEMPERATURE = 0.8
+"""Of the continuations of `train.prompts`."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def _prepare_data(recipe: Recipe, world: World) -> None:
     def work() -> None:
         if not is_prepared(recipe.data):
             print(f"preparing {recipe.data.folder}", flush=True)
-            print(prepare(recipe.data), flush=True)
+            print(prepare(recipe.data, say=partial(print, flush=True)), flush=True)
 
     world.on_main(work, patient=True)
     with world.together():
@@ -349,7 +353,14 @@ class _Run:
         model, tokenizer, _ = load_run(self.folder)
         model.to(self.world.device).eval()
         try:
-            found = generate(model, tokenizer, prompts, max_tokens=length, seed=self.recipe.train.seed)
+            found = generate(
+                model,
+                tokenizer,
+                prompts,
+                max_tokens=length,
+                temperature=SAMPLE_TEMPERATURE,
+                seed=self.recipe.train.seed,
+            )
         except GenerateError as error:  # the run is saved and its scores stand, whatever comes of samples
             self.monitor.say(f"no samples: {error}")
             return []

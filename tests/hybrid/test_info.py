@@ -1,11 +1,11 @@
 """`hybrid info` on every shipped recipe, and its numbers against hand computation for a small one."""
 
 import pytest
-from hybrid.layers.norms import NORMS
 
 from hybrid.block import FEED_FORWARDS
 from hybrid.info import CONTEXTS, describe, layer_table, memory_estimate, meta_model
 from hybrid.initialise import INITS
+from hybrid.layers.norms import NORMS
 from hybrid.recipe import RecipeError, batch_geometry, layer_specs, load, save, shipped, to_yaml
 from hybrid.recipe_check import CHOICES
 

@@ -6,11 +6,11 @@ from typing import Literal
 
 import pytest
 import yaml
-from hybrid.layers import registry
-from hybrid.layers.base import LayerError, Mixer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hybrid.layers import registry
+from hybrid.layers.base import LayerError, Mixer
 from hybrid.recipe import (
     Geometry,
     Recipe,
