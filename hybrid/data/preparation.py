@@ -96,16 +96,12 @@ def is_prepared(data: DataSection) -> bool:
     )
 
 
-def source_name(key: str, section: SourceSection) -> str:
-    return section.name or key
-
-
 def _settings(data: DataSection) -> dict[str, Any]:
     """What a preparation depends on, as the recipe says it."""
     sources = {}
-    for key, section in data.sources.items():
-        wanted = {name: getattr(section, name) for name in ("format", "text_key", "validation", "bad_lines")}
-        sources[source_name(key, section)] = {"paths": list(section.paths), **wanted}
+    for name, section in data.sources.items():
+        wanted = {key: getattr(section, key) for key in ("format", "text_key", "validation", "bad_lines")}
+        sources[name] = {"paths": list(section.paths), **wanted}
     made = (
         {"tokenizer": data.tokenizer}
         if data.tokenizer is not None
@@ -125,12 +121,9 @@ class _Plan:
         self.sections: dict[str, SourceSection] = {}
         self.inputs: dict[str, list[Input]] = {}
         self.label = f".part{part[0]}"
-        for key, section in data.sources.items():
-            name = source_name(key, section)
+        for name, section in data.sources.items():
             if not name or name.startswith(".") or not all(c.isalnum() or c in "-_." for c in name):
                 raise DataError(f"source name {name!r}: use letters, digits, '-', '_' and '.'")
-            if name in self.sections:
-                raise DataError(f"two sources are named {name!r}")
             self.sections[name] = SourceSection(**plain_section(section))
             self.inputs[name] = list_inputs(name, section)
             self._refuse_own_files(name)

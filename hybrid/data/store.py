@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from hybrid.data.errors import DataError
 from hybrid.data.files import read_json
-from hybrid.data.preparation import source_name
 from hybrid.data.shards import BYTES, FORMAT, HASH, IDS, held_out, sidecar
 from hybrid.data.tokenizer import Tokenizer
 from hybrid.schema import DataSection, SourceSection
@@ -75,8 +74,7 @@ class Store:
                 "put that back or prepare again with --force"
             )
         self.sources: dict[str, SourceStore] = {}
-        for key, section in data.sources.items():
-            name = source_name(key, section)
+        for name, section in data.sources.items():
             if name not in report["sources"]:
                 known = ", ".join(report["sources"])
                 raise DataError(
