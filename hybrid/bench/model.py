@@ -84,14 +84,14 @@ class Parts:
     On a GPU they are events in its stream, so nothing waits.
     """
 
-    def __init__(self, model: HybridLM, device: torch.device | str, compiled: bool = False) -> None:
-        """`compiled`: each part by itself under torch.compile."""
+    def __init__(self, model: HybridLM, device: torch.device | str, compiler: str | None = None) -> None:
+        """`compiler`: a backend of torch.compile, which each part is then given to by itself."""
         self.cuda = torch.device(device).type == "cuda"
         self._modules: list[tuple[nn.Module, str]] = [(model.head, "head")]
         for block in cast(list[Block], list(model.blocks)):
             self._modules += [(block.mixer, f"mixer {block.mixer.kind}"), (block.ffn, "feed-forward")]
         self._forwards = [
-            torch.compile(module.forward, dynamic=False) if compiled else module.forward
+            torch.compile(module.forward, backend=compiler, dynamic=False) if compiler else module.forward
             for module, _ in self._modules
         ]
         self._stamps: dict[str, list[Any]] = defaultdict(list)

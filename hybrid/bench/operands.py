@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ class Sizes:
             )
 
     def operands(self, tokens: int, seed: int = 0) -> Operands:
-        return Operands.random(self, tokens, seed)
+        """Random ones; the last are kept, as runs that take turns have the same."""
+        return _drawn(self, tokens, seed)
 
     def name(self, budget: str) -> str:
         return f"fixed {self.slots}" if budget == "fixed" else f"{self.factor:g} sqrt(t)"
@@ -148,3 +150,8 @@ class Operands:
         """Everything, ready to receive gradients."""
         every = (self.q, self.k, self.v, self.gate, self.norm_weight, self.norm_bias, self.front, self.back)
         return [x.detach().requires_grad_() for x in every]
+
+
+@lru_cache(maxsize=1)
+def _drawn(sizes: Sizes, tokens: int, seed: int) -> Operands:
+    return Operands.random(sizes, tokens, seed)

@@ -1,0 +1,423 @@
+#!/usr/bin/env python3
+"""What one GPU does with this project, in one command, within six minutes, without a network:
+
+    python benchmarks/gpu.py --output OUT
+
+It compares the GPU's results with the stored vectors (fp32, and bf16 with wider tolerances), times the KVM
+operator in bf16 against torch's flash attention (forward, backward, decoding, every attention kernel there
+is, and by step), and trains the 120M recipes on random tokens, eager and compiled. `OUT/gpu.json` is written
+after every number; a part that fails leaves its error there, and the others go on.
+
+What to carry to a machine where nothing can be installed: this checkout (hybrid/, layers/, recipes/,
+benchmarks/, tests/vectors/), and beside torch (2.9 or newer, with its triton) the packages numpy, pyyaml,
+safetensors and omegaconf. The last is pure Python: where it is missing, carry its folder and name the folder
+it lies in, `PYTHONPATH=CARRIED python benchmarks/gpu.py`. The project itself need not be installed.
+`--tiny` does the same at tiny sizes on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import hybrid  # noqa: E402
+
+# In a bare checkout layers/ and recipes/ lie beside hybrid/; as packages they belong inside it.
+hybrid.__path__.append(str(ROOT))
+
+import torch  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+from hybrid.bench.kvm_steps import kvm_steps  # noqa: E402
+from hybrid.bench.model import Parts, Trainer, part_flops, parts_table, step_parts, utilisation  # noqa: E402
+from hybrid.bench.operands import BUDGETS, QUICK, Sizes, operator_flops  # noqa: E402
+from hybrid.bench.report import Row, columns, duration, environment, keep, rows_table, shares_table  # noqa: E402
+from hybrid.bench.runs import (  # noqa: E402
+    Run,
+    copying,
+    full_decoding,
+    full_forward,
+    full_training,
+    kvm_decoding,
+    kvm_forward,
+    kvm_training,
+)
+from hybrid.bench.timing import alternate, seconds  # noqa: E402
+from hybrid.layers.kvm import chunks  # noqa: E402
+from hybrid.layers.kvm import mixer as kvm_mixer  # noqa: E402
+from hybrid.layers.softmax import kernels  # noqa: E402
+from hybrid.model import HybridLM  # noqa: E402
+from hybrid.recipe import load  # noqa: E402
+from hybrid.schema import Recipe  # noqa: E402
+from hybrid.train.monitor import peak_flops  # noqa: E402
+from hybrid.verify import Setting, check_folder, table  # noqa: E402
+
+Note = Callable[[str, Any], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and times of everything."""
+
+    sizes: Sizes
+    device: str
+    lengths: tuple[int, ...]
+    decode: tuple[int, int]
+    kernels: tuple[str, ...]
+    matrix: int
+    backend: str
+    """Of torch.compile."""
+    train: float
+    """Seconds of training steps, eager and compiled each."""
+    recipes: tuple[str, ...]
+    overrides: tuple[str, ...]
+    started: float
+    limit: float
+
+    @property
+    def left(self) -> float:
+        """Seconds until the whole run should be over."""
+        return self.started + self.limit - time.monotonic()
+
+
+GPU_SIZES = Sizes(
+    heads=32, short=8192, long=32768, piece=32768, batch=8, device="cuda", dtype=torch.bfloat16,
+    copy_bytes=2**32, cached_tokens=64, rounds=10,
+)  # fmt: skip
+RECIPES = ("paper/kvm_fixed256_120m", "paper/gptalpha_120m", "paper/kvm_sqrt16_120m")
+TINY_MODEL = (
+    "model.pattern=K2", "model.layers.F=null", "model.hidden_size=32", "model.vocab_size=64",
+    "model.defaults.num_heads=2", "model.defaults.head_dim=16",
+    "model.layers.K.chunk=16", "model.layers.K.rotary_dim=8",
+    "model.layers.K.budget_minimum=16", "data.context=64", "train.batch_size=2", "train.micro_batch_size=2",
+)  # fmt: skip
+
+
+def plan(tiny: bool, limit: float) -> Plan:
+    started = time.monotonic()
+    if tiny:
+        sizes = replace(QUICK, batch=2, dtype=torch.bfloat16)
+        return Plan(
+            sizes, "cpu", (64, 128, 256), (64, 256), ("plain", "cpu"), 64, "aot_eager", 0.1,
+            ("paper/kvm_fixed256_120m",), TINY_MODEL, started, limit,
+        )  # fmt: skip
+    lengths = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    names = ("plain", "cuda", "flash_attn")
+    return Plan(
+        GPU_SIZES, "cuda", lengths, (2048, 32768), names, 8192, "inductor", 25.0, RECIPES, (), started, limit
+    )
+
+
+# Parts: each measures, and notes results by name as they come
+
+
+def ceilings(plan: Plan, note: Note) -> None:
+    """What the device moves and multiplies at best, on random data."""
+    a, b = torch.randn(2, plan.matrix, plan.matrix, device=plan.device).to(torch.bfloat16)
+    runs = {"copy": copying(plan.sizes), "product": lambda: a @ b}
+    times = alternate(runs, rounds=10, device=plan.device)
+    note("copy_bytes_per_second", 2 * plan.sizes.copy_bytes / times["copy"])
+    note("bf16_flops_per_second", 2 * plan.matrix**3 / times["product"])
+
+
+def verify(plan: Plan, note: Note) -> None:
+    """The stored vectors."""
+    for precision in ("fp32", "bf16"):
+        results = check_folder(ROOT / "tests" / "vectors", Setting(plan.device, precision))
+        print(f"{precision}\n{table(results)}")
+        found = {r.name: {"status": r.status, "errors": r.errors, "reason": r.reason} for r in results}
+        note(precision, found)
+
+
+def operator(plan: Plan, note: Note) -> None:
+    """Forward and backward against torch's flash attention, at every length."""
+    sizes, rows = plan.sizes, []
+    targets = {("fixed", sizes.short): 1.5, ("fixed", sizes.long): 6.0, ("sqrt", sizes.long): 3.0}
+    cells = [["tokens", "", "forward", "backward", "both", "against flash", "ideal", "memory"]]
+    for tokens in plan.lengths:
+        try:
+            found = _operator_at(plan, tokens)
+        except torch.OutOfMemoryError as error:
+            note(str(tokens), f"out of memory: {error}")
+            continue
+        note(str(tokens), found)
+        cells += [_cells(tokens, name, one) for name, one in found.items()]
+        for name, one in found.items():
+            if (target := targets.get((name, tokens))) is not None:
+                work = f"forward+backward, {sizes.name(name)}, {tokens} tokens"
+                rows.append(Row(work, "torch flash SDPA", one["ratio"], target, ideal=one["ideal"]))
+    note("rows", rows)
+    print(columns(cells, left={1}) + "\n" + rows_table(rows))
+
+
+def _operator_at(plan: Plan, tokens: int) -> dict[str, dict[str, float]]:
+    sizes = plan.sizes
+    runs = {"full": (full_forward(sizes, tokens), full_training(sizes, tokens))}
+    for budget in BUDGETS:
+        runs[budget] = (kvm_forward(sizes, budget, tokens), kvm_training(sizes, budget, tokens))
+    turns = {f"{name} {i}": run for name, pair in runs.items() for i, run in enumerate(pair)}
+    found: dict[str, dict[str, float]] = {}
+    cost = operator_flops(sizes.full(), tokens).training
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        times = alternate(turns, rounds=sizes.rounds, limit=6.0, device=plan.device)
+        for name, (_, training) in runs.items():
+            layer = sizes.full() if name == "full" else sizes.kvm(name)
+            found[name] = {
+                "forward": times[f"{name} 0"],
+                "both": times[f"{name} 1"],
+                "peak_bytes": _peak_bytes(training, plan),
+                "ratio": times["full 1"] / times[f"{name} 1"],
+                "ideal": cost / operator_flops(layer, tokens).training,
+            }
+    return found
+
+
+def _cells(tokens: int, name: str, one: dict[str, float]) -> list[str]:
+    times = (one["forward"], one["both"] - one["forward"], one["both"])
+    ratios = (f"{one['ratio']:.2f}x", f"{one['ideal']:.2f}x")
+    return [str(tokens), name, *map(duration, times), *ratios, f"{one['peak_bytes'] / 2**30:.2f} GiB"]
+
+
+def _peak_bytes(run: Run, plan: Plan) -> int:
+    """Device memory above what is there already; 0 on a CPU."""
+    if plan.device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - base
+
+
+def variants(plan: Plan, note: Note) -> None:
+    """The operator with each attention kernel, and torch's attention by its other backends."""
+    sizes, tokens = plan.sizes, plan.sizes.short
+    for name in plan.kernels:
+        for budget in BUDGETS:
+            choose = mock.Mock(return_value=name)
+            with mock.patch.object(kernels, "choose", choose), mock.patch.object(chunks, "choose", choose):
+                label = f"{sizes.name(budget)}, kernel {name}"
+                _try_timing(note, label, kvm_training(sizes, budget, tokens), plan)
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        with sdpa_kernel(backend):
+            _try_timing(note, f"full, {backend.name}", full_training(sizes, tokens), plan)
+
+
+def _try_timing(note: Note, label: str, run: Run, plan: Plan) -> None:
+    try:
+        found: Any = alternate({"": run}, rounds=5, limit=3.0, device=plan.device)[""]
+        print(f"{label}: {duration(found)}")
+    except Exception as error:  # a kernel that is not installed, does not fit, or has no memory
+        found = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"{label}: {found}")
+    note(label, found)
+
+
+def steps(plan: Plan, note: Note) -> None:
+    """Where the operator's time goes."""
+    for tokens in (plan.sizes.short, plan.sizes.long):
+        for budget in BUDGETS:
+            label = f"{plan.sizes.name(budget)}, {tokens} tokens"
+            found = kvm_steps(kvm_training(plan.sizes, budget, tokens), plan.device)
+            note(label, found)
+            print(shares_table(f"Steps of forward+backward, {label}", found))
+
+
+def decode(plan: Plan, note: Note) -> None:
+    """One token at a short and at a long context, against a full cache."""
+    sizes = plan.sizes
+    for position in plan.decode:
+        made = {budget: kvm_decoding(sizes, budget, position) for budget in BUDGETS}
+        runs: dict[str, Run] = {budget: run for budget, (run, _) in made.items()}
+        runs["full"] = full_decoding(sizes, position)
+        times = alternate(runs, rounds=3, limit=10.0, device=plan.device)
+        for name, value in times.items():
+            count = sizes.cached_tokens if name == "full" else sizes.chunk
+            found = {"seconds": value / count}
+            if name in made:
+                found["state_bytes"] = made[name][1]().nbytes
+            note(f"{name} at {position}", found)
+            print(f"decode, {name} at {position}: {duration(value / count)} for {sizes.batch} sequences")
+
+
+def train(plan: Plan, note: Note) -> None:
+    """Training steps of whole recipes by part, eager."""
+    for name in plan.recipes:
+        if name != plan.recipes[0] and plan.left < 60:
+            note(name, f"left out: {plan.left:.0f} s remained")
+            continue
+        recipe = load(name, plan.overrides)
+        trainer = _trainer(recipe, plan)
+        found = _steps(trainer, recipe, plan.train if name == plan.recipes[0] else plan.train / 4, plan)
+        parts = step_parts(trainer, Parts(trainer.model, plan.device))
+        found |= {"parts": _utilisation(trainer, recipe, parts, plan)}
+        _report(f"{name}, eager", found, note)
+        del trainer
+
+
+def compiled(plan: Plan, note: Note) -> None:
+    """The same with every block under torch.compile, but for the KVM operator: its loop over chunks would be
+    unrolled. Then every part by itself, to see which gains."""
+    torch._dynamo.config.recompile_limit = 64  # blocks share their code
+    outside = torch.compiler.disable(kvm_mixer.kvm_attention)
+    for name in plan.recipes[:2]:
+        if plan.left < 60:
+            note(name, f"left out: {plan.left:.0f} s remained")
+            continue
+        recipe = load(name, plan.overrides)
+        trainer = _trainer(recipe, plan)
+        with mock.patch.object(kvm_mixer, "kvm_attention", outside):
+            for block in trainer.model.blocks:
+                block.compile(backend=plan.backend, dynamic=False)
+            first = seconds(trainer.step, plan.device)
+            found = {"first_step_seconds": first} | _steps(trainer, recipe, plan.train, plan)
+            _report(f"{name}, compiled blocks", found, note)
+            del trainer
+            if plan.left > 60 and name == plan.recipes[0]:
+                trainer = _trainer(recipe, plan)
+                parts = step_parts(trainer, Parts(trainer.model, plan.device, plan.backend))
+                entries = _utilisation(trainer, recipe, parts, plan)
+                _report(f"{name}, compiled parts", {"parts": entries}, note)
+                del trainer
+        torch.compiler.reset()
+
+
+def _trainer(recipe: Recipe, plan: Plan) -> Trainer:
+    """Ready for steps of the recipe's micro-batch, or of as many of its sequences as fit."""
+    size = recipe.train.micro_batch_size or 1
+    while True:
+        torch.manual_seed(0)
+        with torch.device(plan.device):
+            model = HybridLM.from_recipe(recipe)
+        trainer = Trainer(
+            model, size, recipe.data.context,
+            precision=recipe.train.precision, device=plan.device, section=recipe.optimizer,
+        )  # fmt: skip
+        try:
+            trainer.step()
+            return trainer
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise
+        del model, trainer
+        torch.cuda.empty_cache()
+        size //= 2
+
+
+def _steps(trainer: Trainer, recipe: Recipe, budget: float, plan: Plan) -> dict[str, Any]:
+    """Steps for `budget` seconds: their median, tokens per second, memory and the last loss."""
+    if plan.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    while sum(times) < budget or len(times) < 3:
+        times.append(seconds(trainer.step, plan.device))
+    with torch.no_grad():
+        loss = trainer.forward().item()
+    typical = sorted(times)[len(times) // 2]
+    rate = trainer.ids.numel() / typical
+    flops = trainer.model.flops_per_token(trainer.ids.shape[1]).training * rate
+    peak = peak_flops(recipe.monitor, torch.device(plan.device), recipe.train.precision)
+    return {
+        "batch": trainer.ids.shape[0],
+        "steps": len(times),
+        "seconds": typical,
+        "tokens_per_second": rate,
+        "flops_per_second": flops,
+        "utilisation": flops / peak if peak else None,
+        "loss": loss if math.isfinite(loss) else str(loss),
+        "peak_bytes": torch.cuda.max_memory_allocated() if plan.device == "cuda" else None,
+    }
+
+
+def _utilisation(
+    trainer: Trainer, recipe: Recipe, parts: dict[str, float], plan: Plan
+) -> list[dict[str, Any]]:
+    peak = peak_flops(recipe.monitor, torch.device(plan.device), recipe.train.precision)
+    tokens = trainer.ids.numel()
+    return utilisation(parts, part_flops(trainer.model, trainer.ids.shape[1]), tokens, peak)
+
+
+def _report(label: str, found: dict[str, Any], note: Note) -> None:
+    note(label, found)
+    numbers = (
+        f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in found.items()
+        if key != "parts"
+    )
+    print(f"{label}: " + ", ".join(numbers))
+    if "parts" in found:
+        print(parts_table(found["parts"]))
+
+
+SECTIONS: dict[str, tuple[Callable[[Plan, Note], None], float]] = {
+    "ceilings": (ceilings, 5),
+    "verify": (verify, 20),
+    "operator": (operator, 60),
+    "decode": (decode, 20),
+    "steps": (steps, 10),
+    "variants": (variants, 20),
+    "train": (train, 60),
+    "compiled": (compiled, 90),
+}
+"""Name -> what it does, and the seconds below which it is not begun."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 when every part ran."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", default=str(ROOT / "benchmarks" / "results"), metavar="DIR")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--seconds", type=float, default=330.0, help="begin no part that would go beyond")
+    parser.add_argument("--only", action="append", choices=SECTIONS, help="one part; may be repeated")
+    given = parser.parse_args(arguments)
+    chosen = plan(given.tiny, given.seconds)
+    path = Path(given.output, "gpu-tiny.json" if given.tiny else "gpu.json")
+    failed = [name for name in given.only or SECTIONS if not _guarded(name, chosen, path)]
+    print(
+        f"\n{path} after {time.monotonic() - chosen.started:.0f} s"
+        + (f"; failed: {failed}" if failed else "")
+    )
+    return 1 if failed else 0
+
+
+def _guarded(name: str, plan: Plan, path: Path) -> bool:
+    """Run one part; its results, or its error, are in the file whatever happens."""
+    section, needed = SECTIONS[name]
+    found: dict[str, Any] = {"environment": environment(plan.device)}
+
+    def note(key: str, value: Any) -> None:
+        found[key] = value
+        keep(path, {name: found})
+
+    print(f"\n== {name} ({plan.left:.0f} s left)", flush=True)
+    if plan.left < needed:
+        note("error", f"left out: it needs {needed} s and {plan.left:.0f} s remained")
+        return False
+    start = time.monotonic()
+    try:
+        section(plan, note)
+    except Exception as error:  # the other parts still count
+        traceback.print_exc()
+        note("error", f"{type(error).__name__}: {error}")
+    note("section_seconds", time.monotonic() - start)
+    if plan.device == "cuda":
+        torch.cuda.empty_cache()
+    return "error" not in found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
