@@ -38,12 +38,12 @@ def test_each_step_equals_recomputation_and_every_layer_counts_its_tokens():
 @pytest.mark.parametrize("length", [1, 30, 31, 32, 33, 64, 100])
 def test_decoding_across_the_window_equals_recomputation(length):
     """T035: the pattern starts with the sliding layer of window 32."""
-    follow(mini("WKF"), ids(length), 40)
+    follow(mini("WKRF"), ids(length), 40)
 
 
 def test_prompts_of_unequal_length_together_equal_each_alone():
     """T034: 5 and 12 tokens; also beside others of the same length, and with several samples."""
-    model, tokenizer = mini("KWFB"), Bytes()
+    model, tokenizer = mini("KRWFB"), Bytes()
     prompts = ["abcd", "hello world", "wxyz", "HELLO WORLD"]  # and the begin token
     for settings in ({}, {"temperature": 1.0, "samples": 2}):
         together = generate(model, tokenizer, prompts, max_tokens=20, **settings)
@@ -53,7 +53,7 @@ def test_prompts_of_unequal_length_together_equal_each_alone():
 
 def test_equal_lengths_in_one_batch_have_the_logits_of_each_alone():
     """T034"""
-    model, prompts = mini("KWFB"), ids(45, batch=3)
+    model, prompts = mini("KRWFB"), ids(45, batch=3)
     with torch.no_grad():
         together, _ = prefill(model, prompts)
         for row in range(3):
@@ -75,7 +75,7 @@ def test_greedy_generation_is_the_argmax_of_recomputation():
 
 def test_several_new_tokens_with_a_state_equal_recomputation():
     """T037: 300, then 5 in one call, single steps, pieces of 128 + 128 + 44, and a second turn."""
-    model, text = mini("KWFB"), ids(330)
+    model, text = mini("KRWFB"), ids(330)
     with torch.no_grad():
         whole = model(text, want_state=False)[0]
         for pieces in ((300, 5, 1, 1, 1, 22), (128, 128, 44, 30), (300, 30)):
@@ -88,7 +88,7 @@ def test_several_new_tokens_with_a_state_equal_recomputation():
 
 
 def test_one_prefix_state_serves_several_continuations():
-    model, text = mini("KWFB"), ids(60, batch=2)
+    model, text = mini("KRWFB"), ids(60, batch=2)
     with torch.no_grad():
         _, state = prefill(model, text)
         picked = select_rows(state, [1, 0, 1])

@@ -82,7 +82,7 @@ def test_the_seed_decides_and_resetting_repeats_it():
 
 def test_every_parameter_is_reset_after_meta_construction():
     with torch.device("meta"):
-        model = build(section("KWFB", norm="rmsnorm", feed_forward="gelu"))
+        model = build(section("KRWFB", norm="rmsnorm", feed_forward="gelu"))
     assert all(p.is_meta for p in model.parameters())
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_every_parameter_is_reset_after_meta_construction():
             parameter.fill_(math.nan)  # what to_empty leaves may be anything
     torch.manual_seed(5)
     model.reset_parameters()
-    direct = build(section("KWFB", norm="rmsnorm", feed_forward="gelu"))
+    direct = build(section("KRWFB", norm="rmsnorm", feed_forward="gelu"))
     torch.manual_seed(5)
     direct.reset_parameters()
     for (name, one), other in zip(model.named_parameters(), direct.parameters(), strict=True):

@@ -48,7 +48,7 @@ def test_every_step_of_a_cached_generation_equals_recomputation():
             logits, state = model(token, state)
 
 
-@pytest.mark.parametrize("pattern", ["WKF", "KWF", "B"])
+@pytest.mark.parametrize("pattern", ["WKRF", "KRWF", "B"])
 @pytest.mark.parametrize("prompt", [1, 30, 31, 32, 33, 64, 100])
 def test_steps_across_the_window_equal_recomputation(pattern, prompt):
     """T035: window 32; 40 steps. The pattern may start with the sliding layer."""
@@ -62,7 +62,7 @@ def test_steps_across_the_window_equal_recomputation(pattern, prompt):
 @pytest.mark.parametrize("cuts", [[300], [300, *range(305, 312)], [128, 256], [200, 220]])
 def test_several_tokens_at_once_continue_a_state(cuts):
     """T037: 300 and then 5 at once and single steps; 128+128+44; a second turn on the same state."""
-    model, text = mini("KWFB"), ids(312)
+    model, text = mini("KRWFB"), ids(312)
     with torch.no_grad():
         whole, end = model(text)
         logits, state = in_pieces(model, text, cuts)
@@ -76,7 +76,7 @@ def test_several_tokens_at_once_continue_a_state(cuts):
 @example(cuts=set(range(1, 120)), grad=False, batch=2)
 @example(cuts={15, 16, 17, 31, 32, 33, 48, 64}, grad=True, batch=1)
 def test_any_split_gives_the_result_of_one_call(cuts, grad, batch):
-    model, text = mini("KWFB", feed_forward="gelu"), ids(120, batch)
+    model, text = mini("KRWFB", feed_forward="gelu"), ids(120, batch)
     with torch.set_grad_enabled(grad):
         whole, _ = model(text)
         logits, _ = in_pieces(model, text, sorted(cuts))
@@ -98,7 +98,7 @@ def test_text_with_exact_ties_splits_equally_with_the_same_routes():
 
 
 def test_gradients_flow_through_a_state():
-    model, text = mini("KWFB"), ids(90)
+    model, text = mini("KRWFB"), ids(90)
 
     def gradients(logits):
         return torch.autograd.grad(logits.square().mean(), list(model.parameters()))
@@ -110,7 +110,7 @@ def test_gradients_flow_through_a_state():
 
 
 def test_a_packed_row_continues_a_list_of_states():
-    model = mini("KWFB")
+    model = mini("KRWFB")
     first, second = (40, 3, 17), (1, 30, 50)
     texts = [ids(a + b, seed=a) for a, b in zip(first, second, strict=True)]
     heads = [text[:, :a] for text, a in zip(texts, first, strict=True)]
@@ -181,7 +181,7 @@ def test_a_forked_state_shares_no_memory():
 
 @pytest.mark.parametrize("length", [1, 20, 70])
 def test_a_saved_state_continues_exactly(tmp_path, length):
-    model, text = mini("KWFB"), ids(80, batch=2)
+    model, text = mini("KRWFB"), ids(80, batch=2)
     with torch.no_grad():
         _, state = model(text[:, :length])
         state.save(tmp_path / "state.safetensors")
@@ -193,7 +193,7 @@ def test_a_saved_state_continues_exactly(tmp_path, length):
 
 
 def test_a_state_of_a_decoding_run_is_saved_whole(tmp_path):
-    model, text = mini("KWFB"), ids(60)
+    model, text = mini("KRWFB"), ids(60)
     with torch.no_grad():
         _, state = in_pieces(model, text[:, :50], list(range(20, 50)))
         state.save(tmp_path / "s")
@@ -249,10 +249,10 @@ def test_a_state_of_a_layer_that_is_not_installed_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"pattern": "KW"}, "it has 2 layers, this model 3"),
-        ({"pattern": "KFW"}, "its layer 1 is full .* this model's is sliding_window"),
-        ({"pattern": "KWF", "hidden_size": 128}, "its backbone is 128 wide .* this model's is 64 wide"),
-        ({"pattern": "KWF", "layers": {"W": {"kind": "sliding_window", "window": 16}}}, '"window": 16'),
+        ({"pattern": "KW"}, "it has 2 layers, this model 4"),
+        ({"pattern": "KFWF"}, "its layer 1 is full .* this model's is rwkv7"),
+        ({"hidden_size": 128}, "its backbone is 128 wide .* this model's is 64 wide"),
+        ({"layers": {"W": {"kind": "sliding_window", "window": 16}}}, '"window": 16'),
     ],
 )
 def test_a_state_of_another_model_is_refused(other, words):
