@@ -70,9 +70,17 @@ def micro_batches(ids: torch.Tensor, labels: torch.Tensor, size: int) -> list[Ba
 
 
 def in_ranks(
-    stage: int, precision: str, size: int, *, steps: int = STEPS, bad_step: int | None = None, **section: Any
+    stage: int,
+    precision: str,
+    size: int,
+    *,
+    steps: int = STEPS,
+    bad_step: int | None = None,
+    bad: str = "loss",
+    z_loss: float = 0.0,
+    **section: Any,
 ) -> dict[str, Any]:
-    """Some steps in a rank; `bad_step`: there the last rank's loss is nan."""
+    """Some steps in a rank; `bad_step`: there the last rank's loss, or one entry of its gradient, is nan."""
     from deepspeed.runtime import bf16_optimizer
 
     world = distributed.start(1)
@@ -92,9 +100,12 @@ def in_ranks(
     for number in range(steps):
         engine.set_rates(1.0)
         batches = micro_batches(ids[number, mine], labels[number, mine], size)
-        bad = number == bad_step and world.rank == world.size - 1
-        with patched(step, "_objective", bad_objective if bad else true_objective):
-            done = step.take(engine, world, batches, Signals())
+        wrong = bad if number == bad_step and world.rank == world.size - 1 else ""
+        hook = engine.model.norm.weight.register_hook(one_nan) if wrong == "gradient" else None
+        with patched(step, "_objective", bad_objective if wrong == "loss" else true_objective):
+            done = step.take(engine, world, batches, Signals(), z_loss=z_loss)
+        if hook:
+            hook.remove()
         found["steps"].append((done.loss, done.update.norm, done.update.clip_factor, done.update.skipped))
         found["hashes"].append(fingerprint(engine))
     found["weights"] = engine.weights()
@@ -102,11 +113,19 @@ def in_ranks(
     return found
 
 
+def one_nan(gradient: torch.Tensor) -> torch.Tensor:
+    changed = gradient.clone()
+    changed[3] = math.nan
+    return changed
+
+
 def all_splits(stage: int, precision: str, sizes: tuple[int, ...], **more: Any) -> list[dict[str, Any]]:
     return [in_ranks(stage, precision, size, **more) for size in sizes]
 
 
-def reference(world: int, precision: str = "fp32", skip: int | None = None, **section: Any) -> dict[str, Any]:
+def reference(
+    world: int, precision: str = "fp32", skip: int | None = None, z_loss: float = 0.0, **section: Any
+) -> dict[str, Any]:
     """The same steps as one large batch with plain torch in fp32."""
     plain, settings = model(precision), recipe(**section).optimizer
     built = optimizer.build(settings, plain.named_parameters(), plain.no_decay())
@@ -116,9 +135,9 @@ def reference(world: int, precision: str = "fp32", skip: int | None = None, **se
         if number == skip:
             continue
         optimizer.apply(built.param_groups, settings, 1.0, 1.0)
-        out = plain(ids[number], labels=labels[number])
+        out = plain(ids[number], labels=labels[number], z_loss=z_loss)
         loss = out.total / out.tokens
-        loss.backward()
+        (loss + z_loss * out.z_total / out.tokens).backward()
         if number == 0:
             found["gradients"] = {name: p.grad.clone() for name, p in plain.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), settings.clip or math.inf)
@@ -178,10 +197,25 @@ def test_adamw_follows_the_large_batch_and_replicas_stay_equal(two_ranks, precis
             assert not skipped
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_z_loss_is_weighted_by_counted_tokens_too(two_ranks, stage: int):
+    """The gradient is that of mean loss + weight * mean logsumexp^2; the reported loss is without it."""
+    settings = {"name": "sgd", "lr": 1e3, "weight_decay": 0.0, "z_loss": 0.3}
+    right, start = reference(2, **settings), dict(model().named_parameters())
+    (found, *_) = two_ranks.run(in_ranks, stage, "fp32", 4, steps=1, **settings)
+    gradients = {name: (start[name].detach() - new) / 1e3 for name, new in found["weights"].items()}
+    assert largest_error(gradients, right["gradients"]) < 1e-5
+    assert largest_error(gradients, reference(2, **settings | {"z_loss": 0.0})["gradients"]) > 1e-2
+    assert found["steps"][0][:2] == pytest.approx(right["steps"][0], rel=2e-5)
+
+
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
 @pytest.mark.parametrize(("precision", "stage"), STAGES)
-def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(two_ranks, precision: str, stage: int):
+def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(
+    two_ranks, precision: str, stage: int, bad: str
+):
     """Weights stay, and the next step is as if the skipped one had not been: moments and step counts too."""
-    ranks = two_ranks.run(in_ranks, stage, precision, 4, bad_step=1)
+    ranks = two_ranks.run(in_ranks, stage, precision, 4, bad_step=1, bad=bad)
     before, after = reference(2, skip=1)["steps"]
     tolerance = 2e-5 if precision == "fp32" else 2e-2
     for found in ranks:
