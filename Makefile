@@ -16,7 +16,7 @@ quickstart: $(VENV)/.quickstart
 	$(BIN)/hybrid train recipes/quickstart.yaml $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" --numprocesses auto --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)

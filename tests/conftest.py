@@ -1,12 +1,19 @@
-"""What all tests share: the pools of ranks."""
+"""What all tests share: one thread a process, and the pools of ranks."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from .ranks import RankPool
+
+# Tensors here are tiny, and several test processes run at once: more threads would wait for each other. The
+# environment is for the processes that tests start.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
