@@ -283,7 +283,8 @@ class _Run:
 
     @torch.no_grad()
     def _statistics(self, batch: Batch) -> dict[str, float]:
-        """The mixers' own numbers on the first window of a batch, by a forward pass of its own."""
+        """The mixers' own numbers on the first window of a batch, by a forward pass of its own: means over
+        the ranks."""
         length, device = self.recipe.data.context, self.world.device
         borders = batch.cu_seqlens
         if borders is not None:
@@ -292,7 +293,8 @@ class _Run:
         found: dict[str, Tensor] = {}
         ids = batch.ids[:1, :length].to(device)
         self.engine.model(ids, cu_seqlens=borders, want_state=False, statistics=found, labels=ids)
-        return {f"layers/{name}": float(value) for name, value in found.items()}
+        ranks = self.world.gather({name: float(value) for name, value in found.items()})
+        return {f"layers/{name}": sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
 
     # Between the steps
 

@@ -50,15 +50,16 @@ class Pace:
         return self._all.tokens / self._all.seconds if self._all.seconds else 0.0
 
     def report(self) -> dict[str, float]:
-        """Values over the steps since the last call."""
+        """Values over the steps since the last call; every rank calls it. Memory is the neediest rank's."""
         window, self._window = self._window, _Sums()
         flops = self._flops * window.tokens / window.seconds
+        memory = self._world.gather_numbers([monitor.memory_bytes(self._world.device)]).max()
         values = {
             "speed/tokens_per_second": window.tokens / window.seconds,
             "speed/step_seconds": window.seconds / window.steps,
             "speed/data_wait": window.waited / window.seconds,
             "speed/tflops": flops / 1e12,
-            "memory/peak_gib": monitor.memory_bytes(self._world.device) / 2**30,
+            "memory/peak_gib": float(memory) / 2**30,
         }
         if self._peak:
             values["speed/utilisation"] = flops / self._peak
