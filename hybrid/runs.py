@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybrid.train.checkpoint import newest_weights
+from hybrid.train.checkpoint import newest_weights, tokenizer_of
 from hybrid.train.distributed import TrainError
 
 TOKENIZER = "tokenizer.model"
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]:
     """The model (fp32, on the CPU, newest weights), tokenizer and recipe of a run directory.
 
-    Raises TrainError when the folder is no run, or holds no whole checkpoint.
+    Raises TrainError when the folder is no run, holds no whole checkpoint, or has another tokenizer than that
+    which the weights were trained with.
     """
     from safetensors.torch import load_file
 
@@ -46,6 +47,12 @@ def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]
     recipe = recipes.load(run / "recipe.yaml")
     weights = newest_weights(run)
     tokenizer = Tokenizer.load(run / TOKENIZER)
+    trained_with = tokenizer_of(weights)
+    if trained_with not in (None, tokenizer.fingerprint):
+        raise TrainError(
+            f"{weights} was trained with another tokenizer (fingerprint {trained_with[:12]}) than "
+            f"{run / TOKENIZER} (fingerprint {tokenizer.fingerprint[:12]})"
+        )
     model = HybridLM.from_recipe(recipe)
     try:
         model.load_state_dict(load_file(weights))

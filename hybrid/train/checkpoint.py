@@ -272,6 +272,18 @@ def newest_weights(run: Path | str) -> Path:
     raise TrainError(f"{run} holds no weights: neither {WEIGHTS} nor a whole checkpoint below checkpoints/")
 
 
+def tokenizer_of(weights: Path) -> str | None:
+    """Fingerprint of the tokenizer that weights in a checkpoint were trained with; None for weights that lie
+    elsewhere. TrainError when the record of it is damaged."""
+    record = weights.parent / TRAINER
+    if not record.is_file():
+        return None
+    try:
+        return json.loads(record.read_text(encoding="utf-8"))["origin"]["tokenizer"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TrainError(f"{record} is damaged ({type(error).__name__}: {error})") from error
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write and sync; the caller renames where readers could see a half-written file."""
     with open(path, "w", encoding="utf-8") as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from hybrid.schema import Recipe
 
-from .checkpoint import WEIGHTS, Origin, newest_weights
+from .checkpoint import Origin, newest_weights, tokenizer_of
 from .distributed import TrainError
 
 FIXED = {
@@ -80,7 +79,7 @@ def load_initial(model: nn.Module, path: str, tokenizer: str) -> str:
     from safetensors.torch import load_file
 
     source = newest_weights(path)
-    _same_tokenizer(source.parent, tokenizer)
+    _same_tokenizer(source, tokenizer)
     found = load_file(source)
     wanted = model.state_dict()
     faults = [f"missing: {name}" for name in wanted.keys() - found.keys()]
@@ -98,14 +97,11 @@ def load_initial(model: nn.Module, path: str, tokenizer: str) -> str:
     return f"weights from {source}: {len(found)} tensors copied, none missing, none reshaped"
 
 
-def _same_tokenizer(folder: Path, tokenizer: str) -> None:
-    trainer = folder / "trainer.json"
-    if not trainer.is_file():
-        return
-    other = json.loads(trainer.read_text(encoding="utf-8"))["origin"]["tokenizer"]
-    if other != tokenizer:
+def _same_tokenizer(weights: Path, tokenizer: str) -> None:
+    other = tokenizer_of(weights)
+    if other not in (None, tokenizer):
         raise TrainError(
-            f"train.init_from: the weights in {folder / WEIGHTS} were trained with another tokenizer "
+            f"train.init_from: the weights in {weights} were trained with another tokenizer "
             f"(fingerprint {other[:12]}, this data's is {tokenizer[:12]}): set data.tokenizer to that one"
         )
 

@@ -60,7 +60,8 @@ def test_torchrun_trains_with_one_voice(tiny_recipe: Path, tmp_path: Path):
     with started(command, log) as process:
         assert process.wait(SECONDS) == 0, log.read_text()
     said = log.read_text()
-    assert len(re.findall(r"^step 2/2 ", said, re.MULTILINE)) == 1
+    progress = r"^step 2/2  loss \d+\.\d{4}  [\d,]+ tokens/s  0:00:00 left$"
+    assert len(re.findall(progress, said, re.MULTILINE)) == 1
     assert "DeepSpeed" not in said
     assert "Warning" not in said
     assert [line[0] for line in tiny.series(output)] == [1, 2]

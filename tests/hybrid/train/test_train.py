@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from hybrid.runs import load_run
 from hybrid.train.checkpoint import newest_weights, tags_in
+from hybrid.train.distributed import TrainError
 from hybrid.train.monitor import read_metrics
 
 from . import tiny
@@ -311,6 +312,24 @@ def test_weights_alone_start_another_run(rank_pools, tiny_recipe: Path, tmp_path
     assert refused[0] == "TrainError"
     assert "missing: norm.weight" in refused[1]
     assert "not in this model: surplus" in refused[1]
+
+
+def test_another_tokenizer_is_refused_wherever_weights_are_read(
+    rank_pools, tiny_recipe: Path, tmp_path: Path
+):
+    """The same ids mean other pieces: going on, starting from weights alone and generating all stop."""
+    one, other = rank_pools(1), {"data__folder": tmp_path / "data", "data__vocab_size": 290}
+    one.run(tiny.run, tiny_recipe, tmp_path / "run", train__steps=1)
+    (gone_on,) = one.run(tiny.run, tiny_recipe, tmp_path / "run", train__steps=2, **other)
+    (started,) = one.run(tiny.run, tiny_recipe, tmp_path / "new", train__init_from=tmp_path / "run", **other)
+    assert (gone_on[0], started[0]) == ("TrainError", "TrainError")
+    assert "the checkpoint's tokenizer has fingerprint" in gone_on[1]
+    assert "were trained with another tokenizer" in started[1]
+    assert not (tmp_path / "new" / "checkpoints").exists()
+    load_run(tmp_path / "run")
+    shutil.copy(tmp_path / "data" / "tokenizer.model", tmp_path / "run" / "tokenizer.model")
+    with pytest.raises(TrainError, match="trained with another tokenizer"):
+        load_run(tmp_path / "run")
 
 
 def test_a_run_directory_is_complete(rank_pools, tiny_recipe: Path, tmp_path: Path):
