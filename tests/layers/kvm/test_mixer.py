@@ -155,30 +155,52 @@ def test_routes_are_kept_by_layer():
     assert routes.keys() == {0, 2}
 
 
-def test_free_routes_differ_between_splits_only_at_near_ties(monkeypatch):
-    """Text with exact repeats, cut differently: each head's first changed decision was a near tie."""
-    operator = functools.partial(module.kvm_attention, want_margins=True)
-    monkeypatch.setattr(module, "kvm_attention", operator)
-    mixer = build("kvm", torch.float32, sinks=1)
+def repeated_words(count):
+    """`[1, count, C]` with exact repeats, as text has."""
     words = torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(3))
-    ids = torch.randint(0, 12, (400,), generator=torch.Generator().manual_seed(4))
-    x, whole = words[ids][None], {}
-    with torch.no_grad():
-        mixer(x, Context.of(x, routes=whole))
-        state, slots = None, []
-        for piece in x.split([7, *[1] * 40, 100, 253], 1):
-            own = {}
-            _, state = mixer(piece, Context.of(piece, routes=own), state)
-            slots.append(own[0].slot)
-    found, expected = torch.cat(slots, 2), whole[0].slot
-    margin, chunk = whole[0].margin, mixer.spec.chunk
-    assert found.shape == expected.shape
-    assert float(margin.min()) < 1e-4  # the text has ties
+    return words[torch.randint(0, 12, (count,), generator=torch.Generator().manual_seed(4))][None]
+
+
+def assert_changed_at_near_ties_only(found, expected, chunk):
+    """Each head's first changed decision was a near tie; those after it follow from it."""
+    assert found.shape == expected.slot.shape
+    assert float(expected.margin.min()) < 1e-4  # the text has ties
     for head in range(found.shape[1]):
-        changed = (found != expected)[0, head].nonzero()
+        changed = (found != expected.slot)[0, head].nonzero()
         if len(changed):
             update = int(changed[0]) // chunk * chunk
-            assert float(margin[0, head, update : update + chunk].min()) < 1e-4
+            assert float(expected.margin[0, head, update : update + chunk].min()) < 1e-4
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_free_routes_differ_only_at_near_ties(monkeypatch, packed):
+    """Text cut into other calls, or packed with others in a row."""
+    operator = functools.partial(module.kvm_attention, want_margins=True)
+    monkeypatch.setattr(module, "kvm_attention", operator)
+    mixer, x = build("kvm", torch.float32, sinks=1), repeated_words(400)
+    chunk, lengths = mixer.spec.chunk, [130, 3, 267] if packed else [400]
+    alone = []
+    with torch.no_grad():
+        for piece in x.split(lengths, 1):
+            routes = {}
+            mixer(piece, Context.of(piece, routes=routes))
+            alone.append(routes[0])
+        if packed:
+            routes = {}
+            mixer(x, packed_context(x, lengths, want_state=False, routes=routes))
+            found = routes[0].slot.split([one.slot.shape[2] for one in alone], 2)
+        else:
+            state, slots = None, []
+            for piece in x.split([7, *[1] * 40, 100, 253], 1):
+                routes = {}
+                _, state = mixer(piece, Context.of(piece, routes=routes), state)
+                slots.append(routes[0].slot)
+            found = [torch.cat(slots, 2)]
+    for one, expected in zip(found, alone, strict=True):
+        if one.shape[2] > chunk:  # the first chunk has no choice
+            assert_changed_at_near_ties_only(one, expected, chunk)
+        else:
+            assert torch.equal(one, expected.slot)
 
 
 # Statistics
