@@ -1,0 +1,1 @@
+"""Train hybrid language models whose layers are mixed by a pattern string."""

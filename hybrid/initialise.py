@@ -21,10 +21,12 @@ Fill = Callable[[Tensor], Tensor]
 
 
 def normal() -> Fill:
+    """Normal values of standard deviation 0.02."""
     return lambda value: nn.init.normal_(value, std=NORMAL_STD)
 
 
 def orthogonal(gain: float = 1.0) -> Fill:
+    """A matrix `[m, n]` whose shorter side's rows or columns are orthogonal and of length `gain`."""
     return lambda value: nn.init.orthogonal_(value, gain)
 
 

@@ -168,6 +168,8 @@ class FullAttention(AttentionMixer):
 
 @dataclass
 class SlidingOptions(ProjectionOptions):
+    """A window of single tokens."""
+
     window: int = 256
     """Keys that a query sees, itself included."""
 
@@ -206,6 +208,8 @@ class SlidingWindow(AttentionMixer):
 
 @dataclass
 class BlockOptions(ProjectionOptions):
+    """A window of whole chunks, and sinks."""
+
     chunk: int = 256
     """Chunks start at multiples of this many tokens."""
     window_chunks: int = 3

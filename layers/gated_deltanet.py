@@ -23,6 +23,8 @@ from .registry import register
 
 @dataclass
 class DeltaOptions:
+    """Options of the two delta-rule mixers; values out of range raise LayerError."""
+
     num_heads: int | None = None
     """Query/key heads H. None: as many of head_k_dim as make up the kind's usual key width."""
     num_v_heads: int | None = None
@@ -51,6 +53,7 @@ class DeltaOptions:
 
 
 def check_eps(value: Any) -> None:
+    """LayerError unless `value` can be the epsilon of a norm."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     require(number and 0 < value < math.inf, "norm_eps", value, "a number above 0")
 

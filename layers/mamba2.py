@@ -20,6 +20,8 @@ from .registry import register
 
 @dataclass
 class Mamba2Options:
+    """Options of the Mamba-2 mixer; values out of range raise LayerError."""
+
     expand: int = 2
     """Inner width, in hidden sizes."""
     num_heads: int | None = None
@@ -46,6 +48,8 @@ class Mamba2Options:
 
 
 class Mamba2Heads(NamedTuple):
+    """Options resolved for one hidden size."""
+
     num_heads: int
     head_dim: int
 

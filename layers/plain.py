@@ -20,4 +20,5 @@ def force_plain(on: bool = True) -> Iterator[None]:
 
 
 def plain_forced() -> bool:
+    """Whether `force_plain` is in effect here."""
     return _plain.get()

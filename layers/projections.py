@@ -22,6 +22,8 @@ from .shift import last_token, shift_ramp, token_shift
 
 @dataclass
 class ProjectionOptions:
+    """Options that all softmax mixers share; values out of range raise LayerError."""
+
     num_heads: int | None = None
     """Query heads H. None: hidden_size / head_dim."""
     num_kv_heads: int | None = None
@@ -87,6 +89,8 @@ class Shift(NamedTuple):
 
 
 class Projected(NamedTuple):
+    """What a softmax mixer's attention works on."""
+
     q: Tensor  # [B, T, H, D], normalised and rotated
     k: Tensor  # [B, T, G, D], normalised and rotated
     v: Tensor  # [B, T, G, D]

@@ -25,6 +25,8 @@ STREAMS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 @dataclass
 class RWKV7Options:
+    """Options of the RWKV-7 mixer; values out of range raise LayerError."""
+
     num_heads: int | None = None
     """H, heads of hidden_size / H features. None: hidden_size / head_dim."""
     head_dim: int | None = None
@@ -46,6 +48,8 @@ class RWKV7Options:
 
 @dataclass
 class RWKV7State(MixerState):
+    """The recurrent state, and the last tokens for the shifts."""
+
     recurrent: Tensor | None = None  # [B, H, K, V], key index first; fp32 or wider
     shift: Tensor | None = None  # [B, C], the last token; None without token shift
     shift_first: Tensor | None = None  # [B, C], the last embedding, where the kind's shared values are made

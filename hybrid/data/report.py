@@ -9,6 +9,8 @@ from typing import Any
 
 @dataclass
 class SourceReport:
+    """What preparation found in one source."""
+
     documents: int = 0
     held_out: int = 0
     """Documents for validation (part of `documents`)."""

@@ -40,6 +40,8 @@ class Row:
 
 @dataclass
 class Batch:
+    """What one forward pass of one rank reads, and where it comes from."""
+
     ids: Tensor
     """int64 `[b, T]`, or one packed row `[1, N]`."""
     labels: Tensor

@@ -16,6 +16,8 @@ UNIGRAM, BPE = 1, 2
 
 @dataclass(frozen=True)
 class ModelFacts:
+    """What a model file says beside its scores."""
+
     pieces: list[tuple[str, int]]
     """Text and type of every id."""
     model_type: int

@@ -70,6 +70,7 @@ def group(source: str, inputs: list[Input]) -> list[Unit]:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Two bytes an id where they suffice, else four; little-endian."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 

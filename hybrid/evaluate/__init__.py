@@ -1,0 +1,1 @@
+"""What a model and its yardsticks are worth on held-out text."""

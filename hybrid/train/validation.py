@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 
 class Score(NamedTuple):
+    """How well held-out text was predicted."""
+
     loss: float
     """Nats per counted token."""
     bits_per_byte: float

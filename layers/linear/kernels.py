@@ -33,6 +33,7 @@ def fla_function(name: str, like: Tensor, key_width: int) -> Callable | None:
 
 
 def on_supported_gpu(x: Tensor) -> bool:
+    """Whether the Triton kernels take `x` as it is: half precision, Ampere or newer."""
     if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
         return False  # fp32 stays exact: the kernels would round it
     return torch.cuda.get_device_capability(x.device) >= (8, 0)

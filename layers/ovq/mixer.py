@@ -19,6 +19,8 @@ from .dictionary import size_after
 
 @dataclass
 class OVQOptions:
+    """Options of the OVQ mixer; values out of range raise LayerError."""
+
     num_heads: int | None = None
     """H. None: hidden_size / head_dim."""
     head_dim: int | None = None
