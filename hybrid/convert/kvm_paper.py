@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..layer_table import layer_specs
@@ -17,7 +18,7 @@ from ..pattern import DEFAULT_LETTERS, compress
 from ..schema import ModelSection
 from . import ConvertError, NotSupported
 
-LETTERS = {"kvm": "K", "gptalpha": "F", "gptalpha_bswa": "B", "swa": "W"}
+LETTERS = {"kvm": "K", "gptalpha": "F", "gptalpha_bswa": "B", "swa": "W", "rwkv7": "R", "ovq": "Q"}
 """Upstream mixer -> letter of our default table."""
 
 BUDGETS = {"fixed": "fixed", "power_law": "power_law", "kvm_saturation": "saturation"}
@@ -31,6 +32,14 @@ OFF_ONLY = {
 }
 """Switches that are 0 in every published config, and what they are."""
 
+OVQ_OFF_ONLY = {
+    "ovq_normalize_centroids": "centroids of unit length",
+    "ovq_use_min_state_size": "another growth of the dictionary",
+    "ovq_use_counts_for_lr_only": "logits without log n",
+    "ovq_use_delta_rule": "values corrected by a delta rule",
+}
+"""The same, of OVQ layers."""
+
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(OFF_ONLY, 0),
     "num_key_value_heads": None,
@@ -42,6 +51,7 @@ DEFAULTS: dict[str, Any] = {
     "state_round_down": 1,
     "state_min_len": -1,
     "kvm_apply_merge_gate_to_initial_state": 0,
+    **dict.fromkeys(OVQ_OFF_ONLY, 0),
 }
 """Upstream's values for keys that a config may leave out; other keys are asked for when they matter."""
 
@@ -137,19 +147,30 @@ def _roles(values: _Config) -> dict[str, str]:
 
 def _layer(values: _Config, letter: str, prefix: str) -> dict[str, Any]:
     """The entry of the layer table for one of the two mixers."""
-    for key in ("swa_value_residual_mode", "swa_token_shift_mode"):
-        if values.values.get(key, "rwkv") != "rwkv":
-            raise NotSupported(f"{key} is {values[key]!r}; supported: 'rwkv'")
     heads = values["num_attention_heads"]
     layer: dict[str, Any] = {
         "num_heads": heads,
-        "num_kv_heads": values["num_key_value_heads"] or heads,
         "head_dim": values["d_head"] or values["hidden_size"] // heads,
-        "rotary_dim": values[f"{prefix}rope_partial_dim"],
-        "rotary_base": values[f"{prefix}rope_theta"],
         "token_shift": values.flag("use_tokenshift_att"),
         "value_residual": values.flag("use_value_residual"),
     }
+    _refuse_modes(values, letter)
+    if letter in "QR":
+        shared = values["num_key_value_heads"]
+        if shared not in (None, heads):
+            raise NotSupported(
+                f"num_key_value_heads is {shared}: {DEFAULT_LETTERS[letter]} has num_attention_heads, {heads}"
+            )
+    else:
+        layer |= {
+            "num_kv_heads": values["num_key_value_heads"] or heads,
+            "rotary_dim": values[f"{prefix}rope_partial_dim"],
+            "rotary_base": values[f"{prefix}rope_theta"],
+        }
+    if letter == "R" and not layer["value_residual"]:
+        raise NotSupported("use_value_residual is 0: the paper's RWKV-7 has its value residual always")
+    if letter == "Q":
+        layer |= ovq_options(values)
     if letter == "W":
         window = values["swa_window_size"]
         layer["window"] = window if window > 0 else values["chunk_len"]
@@ -162,6 +183,29 @@ def _layer(values: _Config, letter: str, prefix: str) -> dict[str, Any]:
     if letter == "K":
         layer |= kvm_options(values)
     return {"kind": DEFAULT_LETTERS[letter], **layer}
+
+
+def _refuse_modes(values: _Config, letter: str) -> None:
+    """Other forms of value residual and token shift, which no published config has (RWKV-7 has one only)."""
+    own = {"K": "kvm", "F": "gptalpha", "B": "gptalpha", "W": "swa", "Q": "ovq"}.get(letter)
+    for key in (f"{own}_value_residual_mode", f"{own}_token_shift_mode"):
+        if values.values.get(key, "rwkv") != "rwkv":
+            raise NotSupported(f"{key} is {values[key]!r}; supported: 'rwkv'")
+
+
+def ovq_options(values: _Config) -> dict[str, Any]:
+    """Chunk and dictionary of an OVQ layer, as options of our `ovq`."""
+    for key, meaning in OVQ_OFF_ONLY.items():
+        if values.flag(key):
+            raise NotSupported(f"{key} is {values[key]}: {meaning} are not supported; only 0 is")
+    chunk, window = values["ovq_chunk_size"], values["ovq_window_size"]
+    if window != chunk:
+        raise NotSupported(
+            f"ovq_window_size is {window} and ovq_chunk_size {chunk}: the paper's code never reads the first "
+            "(its exact part is the query's own chunk), so a config that means a window of its own is not "
+            "what it says; make them equal"
+        )
+    return {"chunk": chunk, "max_centroids": values["ovq_max_centroids"]}
 
 
 def kvm_options(values: _Config | Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +251,10 @@ TOP_NAMES = {
 BLOCK_NAMES = {"ln_attn": "norm_mixer", "attn": "mixer", "ln_mlp": "norm_ffn", "mlp": "ffn"}
 MIXER_NAMES = {"key_weighting": "merge_gate"}
 OPENED = ("attn.v_gate0", "mlp.x_k")
-"""Upstream stores these vectors as [1, 1, C]."""
+"""Upstream stores these vectors as [1, 1, C], and all vectors of RWKV-7 but those of its norm."""
+OPENED_RWKV7 = tuple(f"attn.{n}" for n in (*(f"x_{s}" for s in "rwkvag"), "w0", "a0", "v0", "k_k", "k_a"))
+RWKV7_MARK = "attn.receptance.weight"
+"""An attention layer that has this is RWKV-7."""
 
 
 def our_name(name: str) -> str:
@@ -249,16 +296,19 @@ def from_upstream(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
     Raises ConvertError that names every unknown, missing or misshapen tensor.
     """
+    unread, opened = _unread(tensors), _opened(tensors)
     converted: dict[str, Tensor] = {}
     problems: list[str] = []
     for name, tensor in tensors.items():
+        if name in unread:
+            continue
         try:
             ours = our_name(name)
             wanted = expected[ours].shape
         except (ConvertError, KeyError):
             problems.append(f"unknown tensor '{name}'")
             continue
-        converted[ours] = tensor.flatten() if name.endswith(OPENED) else tensor
+        converted[ours] = tensor.flatten() if name in opened else tensor
         if converted[ours].shape != wanted:
             problems.append(f"tensor '{name}' is {tuple(tensor.shape)}, the config asks for {tuple(wanted)}")
     problems += [f"missing tensor '{upstream_name(name)}'" for name in expected if name not in converted]
@@ -268,12 +318,36 @@ def from_upstream(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def to_upstream(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict with upstream's names and shapes."""
-    converted = {}
-    for name, tensor in tensors.items():
-        theirs = upstream_name(name)
-        converted[theirs] = tensor.reshape(1, 1, -1) if theirs.endswith(OPENED) else tensor
+    """Our state dict with upstream's names and shapes, and the tensors that only upstream has."""
+    converted = {upstream_name(name): tensor for name, tensor in tensors.items()}
+    for name in _opened(converted):
+        converted[name] = converted[name].reshape(1, 1, -1)
+    for name in sorted(_unread(converted)):
+        converted[name] = torch.zeros_like(converted[_beside(name, "v_gate0")]).flatten()
     return converted
+
+
+def _opened(tensors: Mapping[str, Tensor]) -> set[str]:
+    """The names, among upstream's, of vectors stored as [1, 1, C]."""
+    rwkv7 = {name.removesuffix(RWKV7_MARK) for name in tensors if name.endswith(RWKV7_MARK)}
+    opened = {name for name in tensors if name.endswith(OPENED)}
+    return opened | {
+        name
+        for name in tensors
+        for suffix in OPENED_RWKV7
+        if name.endswith(suffix) and name.removesuffix(suffix) in rwkv7
+    }
+
+
+def _unread(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Upstream's names of vectors that nothing reads: its attention layers with a value residual and without
+    token shift have an `x_v` of zeros nevertheless."""
+    gated = {_beside(name, "x_v") for name in tensors if name.endswith("attn.v_gate0")}
+    return {name for name in gated if _beside(name, "x_q") not in tensors}
+
+
+def _beside(name: str, other: str) -> str:
+    return f"{name.rpartition('.')[0]}.{other}"
 
 
 def _listed(problems: list[str]) -> str:

@@ -8,10 +8,18 @@ import torch
 from safetensors.torch import load_file
 
 from hybrid.convert import ConvertError, NotSupported
-from hybrid.convert.kvm_paper import from_upstream, layer_letters, model_section, our_name, to_upstream
+from hybrid.convert.kvm_paper import (
+    OVQ_OFF_ONLY,
+    from_upstream,
+    layer_letters,
+    model_section,
+    our_name,
+    to_upstream,
+)
 from hybrid.layer_table import layer_specs
 from hybrid.model import HybridLM
 from hybrid.pattern import expand
+from hybrid.verify.vectors import below, read_cases
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 
@@ -147,11 +155,14 @@ def test_switches_we_do_not_have_are_refused(switch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"token_mixer": "ovq"}, "token_mixer is 'ovq'; supported: kvm, gptalpha"),
-        ({"alt_token_mixer": "rwkv7"}, "alt_token_mixer is 'rwkv7'"),
+        ({"token_mixer": "gla"}, "token_mixer is 'gla'; supported: kvm, gptalpha"),
+        ({"alt_token_mixer": "kda"}, "alt_token_mixer is 'kda'"),
         ({"token_mixer": "swa"}, "both 'swa'"),
         ({"state_budget_mode": "log"}, "state_budget_mode is 'log'; supported: fixed, power_law"),
         ({"swa_token_shift_mode": "linear"}, "swa_token_shift_mode is 'linear'"),
+        ({"kvm_value_residual_mode": "linear"}, "kvm_value_residual_mode is 'linear'"),
+        ({"token_mixer": "rwkv7", "num_key_value_heads": 2}, "num_key_value_heads is 2: rwkv7 has"),
+        ({"token_mixer": "rwkv7", "use_value_residual": 0}, "RWKV-7 has its value residual always"),
         ({"token_mixer": "swa", "alt_token_mixer": "kvm"}, "alt_rope_partial_dim 128 and rope_partial"),
     ],
 )
@@ -169,6 +180,44 @@ def test_incomplete_and_broken_configs_are_refused():
         model_section(published(use_tokenshift_att=2))
     with pytest.raises(ValueError, match="rotary_dim"):
         model_section(published(rope_partial_dim=128))  # KVM needs part of the head unrotated
+
+
+def ovq(**changes):
+    own = {"token_mixer": "ovq", "ovq_chunk_size": 256, "ovq_window_size": 256, "ovq_max_centroids": 1024}
+    return published(rope_partial_dim=0, **{**own, **changes})
+
+
+def test_ovq_and_rwkv7_carry_over():
+    section = model_section(ovq())
+    assert section.pattern == "(WQ)6"
+    options = layer_specs(section)[1].options
+    assert (options.chunk, options.max_centroids, options.num_heads, options.head_dim) == (256, 1024, 6, 128)
+    assert (options.token_shift, options.value_residual) == (True, True)
+    section = model_section(published(token_mixer="rwkv7", alt_layer_every=-1, use_tokenshift_att=0))
+    assert section.pattern == "R12"
+    options = layer_specs(section)[0].options
+    assert (options.num_heads, options.head_dim, options.token_shift) == (6, 128, False)
+    hybrid = published(token_mixer="rwkv7", alt_token_mixer="kvm", alt_layer_every=4, alt_rope_partial_dim=64)
+    assert model_section(hybrid).pattern == "(KR3)3"
+
+
+def test_heads_of_rwkv7_make_up_the_hidden_size():
+    with pytest.raises(ValueError, match="head_dim 64 do not cut hidden_size 768"):
+        model_section(published(token_mixer="rwkv7", d_head=64))
+
+
+def test_an_ovq_window_is_only_taken_when_it_is_the_chunk():
+    with pytest.raises(NotSupported, match=r"ovq_window_size is 512 and ovq_chunk_size 256: .*never reads"):
+        model_section(ovq(ovq_window_size=512))
+    assert model_section(published(ovq_window_size=512, ovq_chunk_size=256)).pattern == "(WK)6"  # no OVQ here
+
+
+@pytest.mark.parametrize("switch", OVQ_OFF_ONLY)
+def test_switches_of_ovq_we_do_not_have_are_refused(switch):
+    with pytest.raises(NotSupported, match=f"{switch} is 1: .*only 0 is"):
+        model_section(ovq(**{switch: 1}))
+    assert model_section(ovq(**{switch: 0})).pattern == "(WQ)6"
+    assert model_section(published(**{switch: 1})).pattern == "(WK)6"
 
 
 # State dicts
@@ -201,6 +250,46 @@ def test_a_state_dict_goes_there_and_back(upstream):
     for name, tensor in tensors.items():
         assert torch.equal(back[name], tensor), name
         assert back[name].shape == tensor.shape
+
+
+def test_a_hybrid_with_rwkv7_goes_there_and_back_with_upstreams_shapes():
+    """Its vectors are [1, 1, C], those of attention layers beside it [C]."""
+    cases = [case for case in read_cases(VECTORS) if case.config.get("token_mixer") == "rwkv7"]
+    tensors = below("param.", cases[0].tensors())
+    ours = from_upstream(tensors, build(cases[0].config).state_dict())
+    assert ours["blocks.1.mixer.x_k"].shape == ours["blocks.0.mixer.x_k"].shape == (32,)
+    back = to_upstream(ours)
+    assert {name: t.shape for name, t in back.items()} == {name: t.shape for name, t in tensors.items()}
+    assert all(torch.equal(back[name], t) for name, t in tensors.items())
+    assert back["transformer.h.1.attn.x_k"].shape == (1, 1, 32)
+    assert back["transformer.h.0.attn.x_k"].shape == (32,)
+
+
+@pytest.mark.parametrize("mixer", ["ovq", "gptalpha"])
+def test_a_shift_that_nothing_reads_is_dropped_and_made_again(mixer):
+    """Upstream keeps `x_v` where there is a value residual but no token shift."""
+    small = {
+        "hidden_size": 64,
+        "d_head": 32,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+    }
+    config = ovq(use_tokenshift_att=0, alt_rope_partial_dim=32) | small | {"token_mixer": mixer}
+    section = model_section(config)
+    ours = HybridLM(section, layer_specs(section)).state_dict()
+    theirs = to_upstream(ours)
+    unread = [f"transformer.h.{layer}.attn.x_v" for layer in range(2)]
+    assert [name for name in theirs if ".attn.x_" in name] == unread
+    assert all(torch.equal(theirs[name], torch.zeros(64)) for name in unread)
+    again = from_upstream(theirs, ours)
+    assert again.keys() == ours.keys()
+    assert all(torch.equal(again[name], t) for name, t in ours.items())
+    shifted = model_section(config | {"use_tokenshift_att": 1})
+    both = to_upstream(HybridLM(shifted, layer_specs(shifted)).state_dict())
+    assert from_upstream(both, build(config | {"use_tokenshift_att": 1}).state_dict())[
+        "blocks.1.mixer.x_v"
+    ].any()
 
 
 def test_every_fault_of_a_state_dict_is_named(upstream):

@@ -10,11 +10,13 @@ from hybrid.layers.base import LayerError, Site
 from hybrid.layers.linear.delta_rule import gated_delta_rule
 from hybrid.layers.linear.ssd import ssd
 from hybrid.layers.registry import mixer_class
+from hybrid.verify.mixers import run_layer, run_operator
+from tests.parity import vectors
 from tests.parity.linear_reference import delta_layer, delta_steps, mamba2_layer, ssd_steps
 
-from .linear_vectors import KINDS, OPERATORS, cases, compare, load, run_layer, run_operator
 from .mixers import assert_same_gradients, build, gradients, tokens
 
+KINDS = ("gated_deltanet", "kimi_delta", "mamba2")
 LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 65, 100)  # T027
 VARIANTS = [
     ("gated_deltanet", {"num_v_heads": None}),
@@ -28,7 +30,6 @@ VARIANTS = [
     ("mamba2", {"state_size": 8, "n_groups": 2, "conv_bias": False, "conv_size": 2, "expand": 3}),
 ]
 every_variant = pytest.mark.parametrize(("kind", "changes"), VARIANTS)
-LAYER_CASES, OPERATOR_CASES = cases(tuple(KINDS)), cases(OPERATORS)
 both_dtypes = pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-6)], ids=["fp32", "fp64"]
 )
@@ -44,19 +45,17 @@ def twin(mixer, x, state=None):
 
 
 @both_dtypes
-@pytest.mark.parametrize("name", LAYER_CASES)
-def test_layer_vectors_hold(name, dtype, tolerance):
-    folder, case = LAYER_CASES[name]
-    tensors = load(folder, case, dtype)
-    compare(run_layer(case, tensors), tensors, case.get("near_zero_grads", []), tolerance)
+@vectors.parametrize("gdn", "kda", "mamba2")
+def test_layer_vectors_hold(case, dtype, tolerance):
+    tensors = vectors.in_dtype(case, dtype)
+    vectors.assert_within(case, tensors, run_layer(case, tensors), tolerance)
 
 
 @both_dtypes
-@pytest.mark.parametrize("name", OPERATOR_CASES)
-def test_operator_vectors_hold(name, dtype, tolerance):
-    folder, case = OPERATOR_CASES[name]
-    tensors = load(folder, case, dtype)
-    compare(run_operator(tensors), tensors, case.get("near_zero_grads", []), tolerance)
+@vectors.parametrize("gdn_op", "kda_op")
+def test_operator_vectors_hold(case, dtype, tolerance):
+    tensors = vectors.in_dtype(case, dtype)
+    vectors.assert_within(case, tensors, run_operator(case, tensors), tolerance)
 
 
 @every_variant
@@ -77,7 +76,7 @@ def test_a_layer_equals_its_stepwise_twin(kind, changes, length):
     assert_same_gradients(gradients(mixer, x, y), gradients(mixer, x, expected), 1e-9)
 
 
-@pytest.mark.parametrize("kind", KINDS.values())
+@pytest.mark.parametrize("kind", KINDS)
 def test_pieces_equal_the_whole_from_a_random_state_in_fp32(kind):
     """T014: 256 tokens at once, in halves, and unevenly; the state's axes are those documented."""
     mixer, x = build(kind, torch.float32), tokens(2, 256, torch.float32)
@@ -171,7 +170,7 @@ def test_flops_are_those_of_the_layer_run_token_by_token(kind, changes):
     assert mixer.flops_per_token(1000) == mixer.flops_at(999)
 
 
-@pytest.mark.parametrize("kind", KINDS.values())
+@pytest.mark.parametrize("kind", KINDS)
 def test_initial_decays_and_steps_have_the_published_ranges(kind):
     torch.manual_seed(0)
     options = {"mamba2": {"head_dim": 1}}.get(kind, {"num_heads": 1024, "head_k_dim": 1, "head_v_dim": 1})

@@ -14,6 +14,7 @@ from hybrid.layers.ovq.dictionary import size_after
 from hybrid.layers.ovq.mixer import OVQ, OVQLayerState, OVQOptions
 from hybrid.layers.registry import mixer_class
 from hybrid.layers.softmax import force_plain
+from hybrid.verify.mixers import build_layer, stored_state
 from tests.layers.mixers import (
     HIDDEN,
     assert_same_gradients,
@@ -24,7 +25,7 @@ from tests.layers.mixers import (
     packed_context,
     tokens,
 )
-from tests.parity import mixer_vectors
+from tests.parity import vectors
 from tests.parity.ovq_reference import project, reference, sizes
 
 LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 64, 65, 100)
@@ -33,63 +34,29 @@ LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 64, 65, 100)
 # Vectors
 
 
-def spec_state(state: OVQLayerState) -> dict[str, torch.Tensor]:
-    """The state under the vectors' names and shapes."""
-    inner = state.operator
-    found = {f"state.{name}": getattr(inner, name) for name in ("centroid_k", "centroid_v", "counts")}
-    if inner.pending_k.shape[1]:
-        found |= {f"state.pending_{n}": getattr(inner, f"pending_{n}").transpose(1, 2) for n in "kv"}
-    if state.shift_q is not None:
-        found |= {f"state.shift_{n}": getattr(state, f"shift_{n}") for n in "qkv"}
-    return found
-
-
-@mixer_vectors.parametrize("ovq")
+@vectors.parametrize("ovq")
 @pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
 def test_layer_vectors_hold(case, plain):
-    config, stored = case["config"], mixer_vectors.tensors(case)
-    names = ("num_heads", "head_dim", "max_centroids", "token_shift", "value_residual")
-    options = OVQOptions(**{name: config[name] for name in names}, chunk=config["chunk_size"])
-    mixer = OVQ(options, Site(config["hidden_size"], config["layer_idx"], config["num_layers"], False))
-    mixer_vectors.load_parameters(mixer, stored)
-    given = mixer_vectors.leaves(stored, mixer, ["x", "v_first"])
-    firsts = {"ovq": given["v_first"]} if "v_first" in given else {}
-    context = Context.of(given["x"], first_values=firsts, routes={})
     with force_plain(plain):
-        y, state = mixer(given["x"], context)
-        (y * stored["w"]).sum().backward()
-    mixer_vectors.assert_near("y", y, stored["y"])
-    found = spec_state(state)
-    assert found.keys() == {name for name in stored if name.startswith("state.")}
-    for name, x in found.items():
-        mixer_vectors.assert_near(name, x, stored[name])
-    slot = context.routes[config["layer_idx"]].slot
-    assert torch.equal(slot.long(), stored["mid.assignments"][..., : slot.shape[2]])
-    mixer_vectors.assert_gradients(case, stored, given)
+        vectors.assert_holds(case)
 
 
-@mixer_vectors.parametrize("ovq")
+@vectors.parametrize("ovq")
 def test_vectors_hold_when_decoding(case):
-    config, stored = case["config"], mixer_vectors.tensors(case)
-    names = ("num_heads", "head_dim", "max_centroids", "token_shift", "value_residual")
-    options = OVQOptions(**{name: config[name] for name in names}, chunk=config["chunk_size"])
-    mixer = OVQ(options, Site(config["hidden_size"], config["layer_idx"], config["num_layers"], False))
-    mixer_vectors.load_parameters(mixer, stored)
+    stored = case.tensors()
+    mixer = build_layer(case, stored)
     state, out = None, []
     with torch.no_grad():
         for t, x in enumerate(stored["x"].split(1, 1)):
             firsts = {"ovq": stored["v_first"][:, t : t + 1]} if "v_first" in stored else {}
             y, state = mixer(x, Context.of(x, first_values=firsts), state)
             out.append(y)
-    mixer_vectors.assert_near("y", torch.cat(out, 1), stored["y"])
-    for name, x in spec_state(state).items():
-        mixer_vectors.assert_near(name, x, stored[name])
+    states = {f"state.{name}": x for name, x in stored_state(state).items()}
+    vectors.assert_near(case, stored, {"y": torch.cat(out, 1)} | states)
 
 
 def test_stored_schedules_hold():
-    index = mixer_vectors.FOLDER / "mixers_index.json"
-    if not index.exists():
-        pytest.skip("no ../shared/conformance/mixers_index.json")
+    index = vectors.FOLDERS[0] / "mixers_index.json"
     for case in json.loads(index.read_text())["ovq_dictionary_schedules"]:
         chunk, limit = case["chunk"], case["max_centroids"]
         whole = case["seq_len"] // chunk  # the last size is of a chunk that never enters, if partial

@@ -11,7 +11,8 @@ from hybrid.layers.base import Context, LayerError, Site
 from hybrid.layers.linear import rwkv7_op
 from hybrid.layers.linear.rwkv7_op import chunked, rwkv7_recurrence, steps
 from hybrid.layers.registry import mixer_class
-from hybrid.layers.rwkv7 import RWKV7, RWKV7Options, RWKV7State, low_ranks
+from hybrid.layers.rwkv7 import RWKV7, RWKV7Options, low_ranks
+from hybrid.verify.mixers import run_layer, run_operator
 from tests.layers.mixers import (
     HIDDEN,
     assert_same_gradients,
@@ -22,7 +23,7 @@ from tests.layers.mixers import (
     packed_context,
     tokens,
 )
-from tests.parity import mixer_vectors
+from tests.parity import vectors
 from tests.parity.rwkv7_reference import recurrence, reference
 
 LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 64, 65, 100)
@@ -31,20 +32,13 @@ LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 64, 65, 100)
 # Vectors
 
 
-def of_case(case):
-    """The layer of a stored case, with its parameters, and the inputs that have gradients."""
-    config, stored = case["config"], mixer_vectors.tensors(case)
-    options = RWKV7Options(config["num_heads"], config["head_dim"], token_shift=config["token_shift"])
-    own = config["v_first_source"] == "self"
-    mixer = RWKV7(options, Site(config["hidden_size"], config["layer_idx"], config["num_layers"], own))
-    mixer_vectors.load_parameters(mixer, stored)
-    given = mixer_vectors.leaves(stored, mixer, ["x", "v_first", "init.state", "init.shift"])
-    return mixer, stored, given
+@vectors.parametrize("rwkv7")
+def test_layer_vectors_hold(case):
+    vectors.assert_holds(case)
 
 
-@mixer_vectors.parametrize("rwkv7")
-def test_layer_vectors_hold(case, monkeypatch):
-    mixer, stored, given = of_case(case)
+@vectors.parametrize("rwkv7")
+def test_values_on_the_way_hold(case, monkeypatch):
     seen = {}
 
     def spy(*args, **options):
@@ -54,46 +48,24 @@ def test_layer_vectors_hold(case, monkeypatch):
         return out
 
     monkeypatch.setattr(module, "rwkv7_recurrence", spy)
-    state = None
-    if case["config"]["initial_state"]:
-        state = RWKV7State(9, given["init.state"], given["init.shift"][:, 0])
-    firsts = {"rwkv7": given["v_first"]} if "v_first" in given else {}
-    y, after = mixer(given["x"], Context.of(given["x"], first_values=firsts), state)
-    (y * stored["w"]).sum().backward()
-    seen |= {"y": y, "state.recurrent": after.recurrent}
-    if after.shift is not None:
-        seen["state.shift"] = after.shift
-    for name, expected in stored.items():
-        if name == "y" or name.startswith(("mid.", "state.")):
-            mixer_vectors.assert_near(name, seen[name], expected)
-    mixer_vectors.assert_gradients(case, stored, given)
+    stored = case.tensors()
+    run_layer(case, stored)
+    vectors.assert_near(case, stored, {name: x for name, x in seen.items() if name in stored})
+    assert len(seen) == 7
 
 
-@mixer_vectors.parametrize("rwkv7_op")
+@vectors.parametrize("rwkv7_op")
 @pytest.mark.parametrize("form", [steps, chunked])
 def test_operator_vectors_hold(case, form):
     """T014: from a given, not symmetric state."""
-    stored = mixer_vectors.tensors(case)
-    names = ["r", "log_w", "k", "v", "a", "b", "init_state"]
-    given = mixer_vectors.leaves(stored, None, names)
-    y, state = form(*(given[name] for name in names))
-    ((y * stored["w"]).sum() + (state * stored["w_state"]).sum()).backward()
-    mixer_vectors.assert_near("y", y, stored["y"])
-    mixer_vectors.assert_near("state", state, stored["state.recurrent"])
-    mixer_vectors.assert_gradients(case, stored, given)
+    stored = case.tensors()
+    vectors.assert_within(case, stored, run_operator(case, stored, form), 1e-5)
 
 
-@mixer_vectors.parametrize("rwkv7_init")
+@vectors.parametrize("rwkv7_init")
 def test_start_values_are_the_stored_ones(case):
-    config, stored = case["config"], mixer_vectors.tensors(case)
-    for layer in range(config["num_layers"]):
-        options = RWKV7Options(config["num_heads"], config["head_dim"])
-        mixer = RWKV7(options, Site(config["hidden_size"], layer, config["num_layers"]))
-        for name, parameter in mixer.named_parameters():
-            expected = stored.get(f"layer{layer}.{name}")
-            if expected is not None:
-                torch.testing.assert_close(parameter.reshape(expected.shape), expected, atol=2e-6, rtol=1e-6)
-        assert sum(name.startswith(f"layer{layer}.") for name in stored) == 19
+    vectors.assert_holds(case)
+    assert len(case.tensors()) >= 14 * case.config["num_layers"]
 
 
 # The recurrence
