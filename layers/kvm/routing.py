@@ -134,17 +134,24 @@ def _choose(
     if appended == keys.shape[2]:
         return first_slots(keys, step.before, margins)
     scores = keys @ old.mT
-    novelty = scores.amax(-1)
     candidates = scores[..., spec.sinks :]
+    best, slot = _best(candidates)
+    slot += spec.sinks
+    novelty = best
     if appended:
+        if spec.sinks:
+            novelty = torch.maximum(best, scores[..., : spec.sinks].amax(-1))
         # Stable: of equally novel tokens the earlier one is appended. In the state they stand in time order.
         order = novelty.argsort(dim=-1, stable=True)
         founders = order[..., :appended].sort(-1).values
         new = torch.take_along_dim(keys, founders[..., None], 2)
         if gate is not None and spec.gate_keys and spec.gate_appends:
             new = new * torch.take_along_dim(gate, founders, 2)[..., None]
-        candidates = torch.cat((candidates, keys @ norm(new).mT), -1)
-    slot = spec.sinks + candidates.argmax(-1)  # of equal candidates the first
+        fresh = keys @ norm(new).mT
+        better, place = _best(fresh)
+        slot = torch.where(better > best, step.before + place, slot)
+        if margins:
+            candidates = torch.cat((candidates, fresh), -1)
     if gate is not None and spec.gate_keys:
         # A gate that underflowed to 0 makes all candidates equal. Any other leaves their order alone.
         slot = torch.where(gate == 0, spec.sinks, slot)
@@ -156,6 +163,15 @@ def _choose(
             -1, founders, step.before + torch.arange(appended, device=slot.device).expand_as(founders)
         )
     return Choice(slot, founds, margin)
+
+
+def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The best of each row's candidates (-inf of none) and which it is: of equal ones the first."""
+    if not scores.shape[-1]:
+        nothing = scores.new_full(scores.shape[:-1], -torch.inf)
+        return nothing, torch.zeros_like(nothing, dtype=torch.int64)
+    best, place = scores.max(-1)  # one pass over them, in less time than argmax needs
+    return best, place
 
 
 def _margins(novelty: Tensor, candidates: Tensor, appended: int) -> Tensor:
