@@ -204,6 +204,9 @@ def _prepare(arguments: argparse.Namespace) -> int:
 def _declare_info(parser: Parser) -> None:
     _declare_recipe(parser)
     parser.add_argument("--processes", type=_count, default=1, metavar="N", help="processes it will run on")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="draw each layer's state and FLOPs against the context's length"
+    )
 
 
 def _info(arguments: argparse.Namespace) -> int:
@@ -211,6 +214,11 @@ def _info(arguments: argparse.Namespace) -> int:
     from .info import describe
 
     print(describe(recipe, arguments.processes))
+    if arguments.plot:
+        from .info_plot import draw
+
+        draw(recipe, arguments.plot)
+        print(f"\nplot: {arguments.plot}")
     return 0
 
 

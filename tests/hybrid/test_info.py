@@ -1,14 +1,20 @@
 """`hybrid info` on every shipped recipe, and its numbers against hand computation for a small one."""
 
+import shlex
+import sys
+from pathlib import Path
+
 import pytest
 
 from hybrid.block import FEED_FORWARDS
-from hybrid.info import CONTEXTS, describe, layer_table, memory_estimate, meta_model
+from hybrid.info import CONTEXTS, describe, flops, layer_table, memory_estimate, meta_model, size
+from hybrid.info_plot import LENGTHS, PlotError, curves, draw
 from hybrid.initialise import INITS
 from hybrid.layers.norms import NORMS
 from hybrid.recipe import RecipeError, batch_geometry, layer_specs, load, save, shipped, to_yaml
 from hybrid.recipe_check import CHOICES
 
+ROOT = Path(__file__).parents[2]
 SMALL = """\
 model:
   pattern: WFW
@@ -153,3 +159,49 @@ def test_allowed_words_are_those_of_the_code():
     assert CHOICES["model.feed_forward"] == tuple(FEED_FORWARDS)
     assert set(CHOICES["model.norm"]) == set(NORMS)
     assert set(CHOICES["model.init"]) == set(INITS)
+
+
+# The plot, and the page that shows one
+
+
+def test_curves_are_one_layers_costs_by_letter(small):
+    full, window = sorted(curves(small), key=lambda curve: curve.letter)
+    assert (full.letter, full.kind, window.letter, window.kind) == ("F", "full", "W", "sliding_window")
+    maps = 2 * 4 * 64 * 64
+    assert full.state_bytes == [4 * 2 * 64 * length for length in LENGTHS]
+    assert full.flops == pytest.approx([maps + PER_KEY * (length + 1) / 2 for length in LENGTHS], rel=1e-12)
+    assert window.state_bytes == [4 * 2 * 64 * 23] * len(LENGTHS)
+    assert window.flops[-1] == pytest.approx(maps + PER_KEY * 24, rel=1e-4)
+
+
+def test_a_plot_is_drawn(small, tmp_path):
+    draw(small, tmp_path / "new" / "plot.png")
+    assert (tmp_path / "new" / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_drawn_is_told(small, tmp_path, monkeypatch):
+    with pytest.raises(PlotError, match=r"plot\.xyz: the name must end in \.png \(or"):
+        draw(small, tmp_path / "plot.xyz")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(
+        PlotError, match=r"drawing plot\.png needs matplotlib: pip install 'kvm-hybrid\[plot\]'"
+    ):
+        draw(small, tmp_path / "plot.png")
+    assert not list(tmp_path.glob("plot*"))
+
+
+def test_the_page_about_layers_has_the_numbers_of_its_own_command(tmp_path):
+    page = (ROOT / "docs" / "layers.md").read_text()
+    (command,) = [line for line in page.splitlines() if line.startswith("hybrid info ")]
+    _, _, recipe, *overrides = shlex.split(command)
+    assert overrides[-2:] == ["--plot", "docs/layers.png"]
+    found = curves(load(recipe, overrides[:-2]))
+    assert [curve.letter for curve in found] == list("FWBKQRGDM")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if "iB |" in line
+    ]
+    for curve, (letter, _, state, *work) in zip(found, rows, strict=True):
+        at = [LENGTHS.index(length) for length in (1024, 64 * 1024, 1024 * 1024)]
+        assert letter == curve.letter
+        assert state == size(curve.state_bytes[at[1]])
+        assert work == [flops(curve.flops[i]) for i in at]
