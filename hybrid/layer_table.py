@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from .coerce import coerce
+from .coerce import coerce, shown
 from .pattern import DEFAULT_LETTERS, PatternError, compress, expand
 from .recipe_source import RecipeError
 from .schema import ModelSection
@@ -62,8 +62,7 @@ class LayerTable:
         for letter in sorted({*self.letters, *self.own}):
             self._bind(letter)
         self._check_defaults()
-        if not self.problems:
-            self._check_sites()
+        self._check_sites()
 
     def specs(self) -> list[LayerSpec]:
         bound = {
@@ -130,6 +129,8 @@ class LayerTable:
         known = registry.kinds()
         if kind is None:
             self._problem(f"needs a kind: {', '.join(known)}", *key)
+        elif not isinstance(kind, str):
+            self._problem(f"expected the name of a kind, found {shown(kind)}", *key, "kind")
         elif kind not in known:
             by_default = {kind: f" (letter {letter})" for letter, kind in DEFAULT_LETTERS.items()}
             available = ", ".join(name + by_default.get(name, "") for name in known)
@@ -195,6 +196,8 @@ class LayerTable:
         site = Site(self.model.hidden_size, 0, max(1, len(self.letters)))
         widths: dict[str, tuple[str, int]] = {}
         for letter in dict.fromkeys([*self.letters, *self.options]):
+            if letter not in self.options:
+                continue  # said already
             kind, options = self.kinds[letter], self.options[letter]
             mixer = registry.mixer_class(kind)
             try:
