@@ -42,6 +42,8 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 checks failed, 2 a mistake in what was asked,
     130 interrupted. Only a fault of the program itself leaves as an exception."""
+    if sys.stdout is None:  # closed by who started us: nobody wants the text, files are written all the same
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that lacks a character must not end the run
             stream.reconfigure(errors="backslashreplace")
@@ -166,7 +168,9 @@ def _count(text: str) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    recipe = _load_recipe(arguments, int(os.environ.get("WORLD_SIZE", "1")))
+    from .train.launcher import number
+
+    recipe = _load_recipe(arguments, number("WORLD_SIZE", 1, least=1))
     from .train import train
 
     summary = train(recipe)

@@ -46,7 +46,7 @@ def coerce(value: Any, kind: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
         if isinstance(value, str) and len(value) < 30 and _WHOLE.fullmatch(value):
-            return int(value)
+            return _storable(int(value))
     elif kind is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return _finite(float(value))
@@ -54,7 +54,7 @@ def coerce(value: Any, kind: Any) -> Any:
             return _finite(float(value))
     elif kind is str:
         if isinstance(value, str):
-            return value
+            return _unicode(value)
     else:
         raise ValueError(f"cannot be set from a recipe (its type is {kind})")
     raise ValueError(f"expected {describe(kind)}, found {shown(value)}")
@@ -64,6 +64,20 @@ def _finite(value: float) -> float:
     if math.isfinite(value):
         return value
     raise ValueError(f"expected a finite number, found {value}")
+
+
+def _storable(value: int) -> int:
+    if abs(value) < 2**63:
+        return value
+    raise ValueError(f"expected a whole number below 2^63, found {value}")
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # a JSON escape, or bytes of the command line that are not UTF-8
+        raise ValueError(f"expected text in valid Unicode, found {shown(text)}") from None
+    return text
 
 
 def _coerce_union(value: Any, kind: Any) -> Any:

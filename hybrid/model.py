@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self, cast
@@ -21,6 +22,9 @@ from .layers.registry import mixer_class
 from .loss import IGNORE, Head, Loss
 from .schema import ModelSection, Recipe
 from .state import BlockState, HybridState
+
+_TOO_LARGE = re.compile(r"alloc|out of memory|overflow|too large", re.IGNORECASE)
+"""How torch complains about a tensor that it cannot hold."""
 
 
 class HybridLM(nn.Module):
@@ -64,7 +68,13 @@ class HybridLM(nn.Module):
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Self:
         """The model a recipe describes."""
-        return cls(recipe.model, layer_specs(recipe.model))
+        try:
+            return cls(recipe.model, layer_specs(recipe.model))
+        except (RuntimeError, TypeError) as error:
+            if not _TOO_LARGE.search(str(error)):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise ModelError(f"the model is too large to be built here: {reason}") from error
 
     def forward(
         self,

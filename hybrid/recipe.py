@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     InterpolationKeyError,
     InterpolationResolutionError,
@@ -63,6 +63,12 @@ _OTHER_NAMES = {
     "iterations": "train.steps",
     "output_dir": "train.output",
     "gradient_accumulation_steps": "train.micro_batch_size",
+}
+_REQUIRED = {
+    (section.name, entry.name)
+    for section in dataclasses.fields(Recipe)
+    for entry in dataclasses.fields(section.default_factory)  # type: ignore[arg-type]
+    if entry.default == MISSING
 }
 _REFERENCE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*\}")
 _OPENING = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
@@ -156,7 +162,9 @@ class _Loading:
                     value = [_plain(item) for item in value]
                 tree[str(name)] = value
             except MissingMandatoryValue:
-                pass  # left out, as if it were not written
+                # A required key's own check names its type; any other would keep its default in silence.
+                if inner in self.source.places and inner not in _REQUIRED:
+                    self._problem(inner, "is left open (???): give it a value")
             except (InterpolationResolutionError, RecursionError) as error:
                 self._problem(inner, _reference_words(config._get_node(name), error))
         return tree
@@ -199,7 +207,8 @@ class _Loading:
         for problem in recipe_check.problems(recipe, self.faulty, world_size):
             self._problem(problem.key, problem.words)
         model = recipe.model
-        if self.faulty & {("model", "pattern"), ("model", "hidden_size"), ("model", "expanded")}:
+        unread = {("model", "pattern"), ("model", "hidden_size"), ("model", "expanded")}
+        if model.pattern == MISSING or self.faulty & unread:
             return
         table = LayerTable(model)
         for key, words in table.problems:

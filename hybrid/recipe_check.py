@@ -31,19 +31,19 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 # key: (least, whether the least itself is allowed, most or None); None as a value is always allowed
 _RANGES: dict[str, tuple[float, bool, float | None]] = {
     "model.depth": (1, True, None),
-    "model.hidden_size": (1, True, None),
-    "model.vocab_size": (2, True, None),
+    "model.hidden_size": (1, True, 2**20),
+    "model.vocab_size": (2, True, 2**31),
     "model.norm_eps": (0, False, None),
-    "model.ffn_expansion": (0, False, None),
-    "model.ffn_size": (1, True, None),
+    "model.ffn_expansion": (0, False, 2**10),
+    "model.ffn_size": (1, True, 2**24),
     "model.logit_softcap": (0, True, None),
     "data.sources.*.weight": (0, False, None),
     "data.sources.*.validation": (0, True, 1),
-    "data.vocab_size": (260, True, None),  # 256 byte pieces and four control pieces
+    "data.vocab_size": (260, True, 2**24),  # 256 byte pieces and four control pieces
     "data.tokenizer_sample_bytes": (1, True, None),
-    "data.context": (1, True, None),
-    "data.workers": (0, True, None),
-    "data.prepare_processes": (1, True, None),
+    "data.context": (1, True, 2**31),
+    "data.workers": (0, True, 1024),
+    "data.prepare_processes": (1, True, 1024),
     "optimizer.lr": (0, True, None),
     "optimizer.eps": (0, False, None),
     "optimizer.weight_decay": (0, True, None),
@@ -52,7 +52,7 @@ _RANGES: dict[str, tuple[float, bool, float | None]] = {
     "schedule.warmup_steps": (0, True, None),
     "schedule.decay_steps": (0, True, None),
     "schedule.final_fraction": (0, True, 1),
-    "train.steps": (1, True, None),
+    "train.steps": (1, True, 10**8 - 1),
     "train.batch_size": (1, True, None),
     "train.micro_batch_size": (1, True, None),
     "train.seed": (0, True, 2**63 - 1),
@@ -63,7 +63,7 @@ _RANGES: dict[str, tuple[float, bool, float | None]] = {
     "train.loss_chunk": (1, True, None),
     "train.z_loss": (0, True, None),
     "train.max_skipped": (0, True, None),
-    "train.threads": (1, True, None),
+    "train.threads": (1, True, 1024),
     "train.sample_tokens": (0, True, None),
     "parallel.sequence": (1, True, None),
     "monitor.log_every": (1, True, None),
@@ -218,15 +218,15 @@ _BATCH_KEYS = {
 
 def _batch(recipe: Recipe, world_size: int | None) -> Iterator[Problem]:
     """With an unknown number of processes: what no number of processes can put right."""
-    train = recipe.train
+    train, micro = recipe.train, recipe.train.micro_batch_size
     if (
         train.batch_size == MISSING
-        or min(train.batch_size, train.micro_batch_size or 1, recipe.parallel.sequence) < 1
+        or min(train.batch_size, 1 if micro is None else micro, recipe.parallel.sequence) < 1
     ):
         return  # said already
     if world_size is None:
-        if train.micro_batch_size and train.batch_size % train.micro_batch_size:
-            words = f"{train.batch_size} is no multiple of train.micro_batch_size {train.micro_batch_size}"
+        if micro is not None and train.batch_size % micro:
+            words = f"{train.batch_size} is no multiple of train.micro_batch_size {micro}"
             yield Problem(("train", "batch_size"), words)
         return
     found = geometry(recipe, world_size)

@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybrid.train.checkpoint import newest_weights, tokenizer_of
+from hybrid.train.checkpoint import load_weights, newest_weights, tokenizer_of
 from hybrid.train.distributed import TrainError
 
 TOKENIZER = "tokenizer.model"
@@ -35,8 +35,6 @@ def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]
     Raises TrainError when the folder is no run, holds no whole checkpoint, or has another tokenizer than that
     which the weights were trained with.
     """
-    from safetensors.torch import load_file
-
     from hybrid import recipe as recipes
     from hybrid.data import Tokenizer
     from hybrid.model import HybridLM
@@ -55,7 +53,7 @@ def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]
         )
     model = HybridLM.from_recipe(recipe)
     try:
-        model.load_state_dict(load_file(weights))
+        model.load_state_dict(load_weights(weights))
     except RuntimeError as error:
         raise TrainError(f"{weights} does not fit {run / 'recipe.yaml'}: {error}") from error
     return model, tokenizer, recipe

@@ -23,6 +23,8 @@ def read_prompts(texts: Sequence[str], file: str | None, separator: str | None) 
 
     Raises PromptError when a file holds no prompt, is not UTF-8, or a separator comes without a file.
     """
+    if "-" in texts and sys.stdin is None:
+        raise PromptError("standard input is closed, so --prompt - cannot be read")
     prompts = [_decode(sys.stdin.buffer.read(), "standard input") if text == "-" else text for text in texts]
     if file is None:
         if separator is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,9 +36,20 @@ def write_json(path: Path, value: Any, label: str = "") -> None:
         file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
 
 
-def read_json(path: Path) -> Any:
-    """Raises DataError when the file is damaged."""
+def read_json(path: Path, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """The table in a file, with at least the keys of `kinds`, of these types. Raises DataError when it is
+    not such a file."""
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}); prepare the data again with --force") from None
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, str(error)) from None
+    if not isinstance(found, dict):
+        raise damaged(path, "it holds no table")
+    for key, kind in kinds.items():
+        if not isinstance(found.get(key), kind):
+            raise damaged(path, f"'{key}' is missing or no {kind.__name__}")
+    return found
+
+
+def damaged(path: Path, why: str) -> DataError:
+    return DataError(f"{path} is damaged ({why}); prepare the data again with --force")

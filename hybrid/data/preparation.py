@@ -25,15 +25,18 @@ import numpy as np
 from hybrid.data.errors import DataError
 from hybrid.data.files import read_json, write_json
 from hybrid.data.pool import Pool, plain_section
-from hybrid.data.report import Report, SourceReport, add_shard
+from hybrid.data.report import Report, SourceReport, add_shard, read_report
 from hybrid.data.sampling import training_sample
-from hybrid.data.shards import HASH, IDS, Unit, build, difference, group, held_out, sidecar
+from hybrid.data.shards import HASH, IDS, Unit, build, difference, group, held_out, read_sidecar, sidecar
 from hybrid.data.sources import Input, list_inputs
 from hybrid.data.tokenizer import Tokenizer, TrainingNotes
 from hybrid.schema import DataSection, SourceSection
 
 WORTH_PROCESSES = 1 << 18
 """Bytes of files below which starting processes takes longer than the work."""
+
+
+TOKENIZER_FACTS = {"fingerprint": str, "vocab_size": int, "notes": dict, "made_from": dict}
 
 
 def prepare(
@@ -88,7 +91,7 @@ def is_prepared(data: DataSection) -> bool:
     path = folder / "report.json"
     if not path.is_file():
         return False
-    report = read_json(path)
+    report = read_report(path)
     return report["settings"] == _settings(data) and all(
         sidecar(folder, source, name).is_file()
         for source, entry in report["sources"].items()
@@ -135,7 +138,12 @@ class _Plan:
         found = []
         made = self.folder / "tokenizer.json"
         if made.is_file():
-            was, now = read_json(made)["made_from"], self._tokenizer_source()
+            try:
+                was = read_json(made, TOKENIZER_FACTS)["made_from"]
+                Tokenizer.load(self.folder / "tokenizer.model")
+            except DataError as error:
+                return [str(error)]
+            now = self._tokenizer_source()
             found += [
                 f"tokenizer: {key} was {was.get(key)!r}, is now {now.get(key)!r}"
                 for key in sorted(was.keys() | now.keys())
@@ -187,7 +195,7 @@ class _Plan:
 
     def report(self, tokenizer: Tokenizer, built: int) -> Report:
         """The report so far; written to report.json when no shard is missing."""
-        notes = read_json(self.folder / "tokenizer.json")["notes"]
+        notes = read_json(self.folder / "tokenizer.json", TOKENIZER_FACTS)["notes"]
         report = Report(
             tokenizer.fingerprint, tokenizer.vocab_size, _settings(self.data), tokenizer_notes=notes
         )
@@ -202,7 +210,7 @@ class _Plan:
                 if not path.is_file():
                     report.missing.append(f"{name}/{unit.name}")
                     continue
-                add_shard(entry, unit.name, read_json(path))
+                add_shard(entry, unit.name, read_sidecar(path))
                 indices.append(np.load(path.with_name(unit.name + ".index.npy"), allow_pickle=False))
             if not report.missing:
                 index = np.concatenate(indices)

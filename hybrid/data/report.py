@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from hybrid.data.files import damaged, read_json
 
 
 @dataclass
@@ -61,6 +64,16 @@ class Report:
             lines += [f"{name}: skipped {count:,}: {reason}" for reason, count in source.skipped.items()]
         lines.append(f"{self.built} shards built, {self.kept} kept, {len(self.missing)} left to other parts")
         return "\n".join(lines)
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A folder's report.json. Raises DataError when it is damaged."""
+    report = read_json(path, {"tokenizer": str, "vocab_size": int, "settings": dict, "sources": dict})
+    for name, entry in report["sources"].items():
+        shards = entry.get("shards") if isinstance(entry, dict) else None
+        if not shards or not isinstance(shards, list):
+            raise damaged(path, f"source {name!r} lists no shards")
+    return report
 
 
 def add_shard(report: SourceReport, name: str, info: dict[str, Any]) -> None:

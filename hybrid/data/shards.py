@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybrid.data.errors import DataError
-from hybrid.data.files import read_json, write_json, write_whole
+from hybrid.data.files import damaged, read_json, write_json, write_whole
 from hybrid.data.sources import Input, Skips, read_documents
 from hybrid.data.tokenizer import Tokenizer
 from hybrid.schema import SourceSection
@@ -82,14 +82,17 @@ def content_hash(data: bytes) -> int:
 def held_out(hashes: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
     """Which documents of a source are held out for validation, by their content hashes.
 
-    Those whose hash lies in the lowest `share` of all values; when that is none although a share was asked
-    for, the one with the lowest hash (never a source's only document). Equal documents go the same way.
+    Those whose hash lies in the lowest `share` of all values. When that is none although a share was asked
+    for, the one with the lowest hash; when it is all although less was asked for, all but the one with the
+    highest (so a source's only document is never held out). Equal documents go the same way.
     """
     if not 0 <= share <= 1:
         raise DataError(f"a source's validation share is {share}; it must be from 0 to 1")
     if share == 1:
         return np.ones(len(hashes), bool)
     mask = hashes < np.uint64(int(share * 2**64))
+    if mask.all():
+        return mask if not len(hashes) else hashes < hashes.max()
     if share > 0 and not mask.any() and len(np.unique(hashes)) > 1:
         mask = hashes == hashes.min()
     return mask
@@ -106,6 +109,60 @@ def unit_settings(section: SourceSection, tokenizer: Tokenizer) -> dict[str, Any
 
 def sidecar(folder: Path, source: str, name: str) -> Path:
     return folder / source / f"{name}.json"
+
+
+SIDECAR = {
+    **{"format": int, "tokenizer": str, "text_key": str, "dtype": str, "documents": int, "tokens": int},
+    **{"bytes": int, "bad": int, "skipped": dict, "skipped_places": list, "files": list},
+}
+
+
+def read_sidecar(path: Path) -> dict[str, Any]:
+    """What `build` wrote. Raises DataError when the file is damaged or of another format."""
+    form = read_json(path, {"format": int})["format"]
+    if form != FORMAT:
+        raise DataError(f"{path} has shard format {form}, this version reads {FORMAT}; prepare it again")
+    info = read_json(path, SIDECAR)
+    if info["dtype"] not in ("<u2", "<u4"):
+        raise damaged(path, f"'dtype' is {info['dtype']!r}")
+    return info
+
+
+class TokenFile(NamedTuple):
+    """Where a shard's ids are; the last two tell a file made anew from the one that was there before."""
+
+    path: str
+    dtype: str
+    inode: int
+    changed: int
+
+
+def open_shard(folder: Path, source: str, name: str, tokenizer: str) -> tuple[NDArray[np.uint64], TokenFile]:
+    """Index and token file of a finished unit. Raises DataError when its three files do not fit together, or
+    `tokenizer` is not the fingerprint they were made with."""
+    path = sidecar(folder, source, name)
+    if not path.is_file():
+        raise DataError(f"{path} is missing; run `hybrid prepare`")
+    info = read_sidecar(path)
+    if info["tokenizer"] != tokenizer:
+        raise DataError(
+            f"{path} was made with another tokenizer ({info['tokenizer'][:12]}, not {tokenizer[:12]}); "
+            "prepare again with --force"
+        )
+    file, index_file = path.with_name(f"{name}.tokens"), path.with_name(f"{name}.index.npy")
+    if not file.is_file():
+        raise DataError(f"{file} is missing; prepare again with --force")
+    stat, wanted = file.stat(), info["tokens"] * np.dtype(info["dtype"]).itemsize
+    if stat.st_size != wanted:
+        raise DataError(f"{file} has {stat.st_size} bytes, not {wanted}; prepare again with --force")
+    try:
+        index = np.load(index_file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{index_file} cannot be read ({error}); prepare again with --force") from None
+    fits = index.dtype == np.uint64 and index.shape == (info["documents"], 3)
+    if not fits or index[:, IDS].sum() != info["tokens"]:
+        raise DataError(f"{index_file} does not fit {path}; prepare again with --force")
+    return index, TokenFile(str(file), info["dtype"], stat.st_ino, stat.st_mtime_ns)
 
 
 def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -160,28 +217,37 @@ def difference(folder: Path, unit: Unit, section: SourceSection, tokenizer: Toke
     """Why a finished unit is no longer what its sources and settings say; None: it is. A file counts as
     changed when its size differs, or both its time of change and its content do."""
     path = sidecar(folder, unit.source, unit.name)
-    info = read_json(path)
+    try:
+        info = read_sidecar(path)
+    except DataError as error:
+        return str(error)
     settings = unit_settings(section, tokenizer)
-    names = {"format": "the shard format", "tokenizer": "the tokenizer"}
+    names = {"tokenizer": "the tokenizer"}
     for key, value in settings.items():
         if info.get(key) != value:
             return f"{path}: {names.get(key, key)} was {info.get(key)!r}, is now {value!r}"
+    try:
+        open_shard(folder, unit.source, unit.name, tokenizer.fingerprint)
+    except DataError as error:
+        return str(error)
     if info["bad"] and section.bad_lines == "error":
         return f"{path}: bad lines were skipped, now bad_lines is error"
-    before = {entry["label"]: entry for entry in info["files"]}
+    try:
+        before = {
+            entry["label"]: (entry["size"], entry["changed"], entry["sha256"]) for entry in info["files"]
+        }
+    except (KeyError, TypeError):
+        return str(damaged(path, "'files' holds something else"))
     now = {item.label: item for item in unit.inputs}
     if before.keys() != now.keys():
         changed = sorted(before.keys() ^ now.keys())
         more = " and others" if len(changed) > 1 else ""
         return f"{path}: the files of the source changed ({changed[0]}{more})"
     for label, item in now.items():
-        was = before[label]
-        if was["size"] != item.size:
-            return f"{label} changed since it was prepared ({was['size']} bytes then, {item.size} now)"
-        if (
-            Path(item.path).stat().st_mtime_ns != was["changed"]
-            and file_identity(item)["sha256"] != was["sha256"]
-        ):
+        size, changed, digest = before[label]
+        if size != item.size:
+            return f"{label} changed since it was prepared ({size} bytes then, {item.size} now)"
+        if Path(item.path).stat().st_mtime_ns != changed and file_identity(item)["sha256"] != digest:
             return f"{label} changed since it was prepared"
     return None
 

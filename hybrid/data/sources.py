@@ -335,5 +335,7 @@ def _kind(value: Any) -> str:
         bool: "a boolean",
         int: "a number",
         float: "a number",
+        bytes: "bytes",
+        type(None): "null",
     }
-    return names.get(type(value), "null")
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid.data.errors import DataError
-from hybrid.data.files import read_json
-from hybrid.data.shards import BYTES, FORMAT, HASH, IDS, held_out, sidecar
+from hybrid.data.files import damaged
+from hybrid.data.report import read_report
+from hybrid.data.shards import BYTES, HASH, IDS, TokenFile, held_out, open_shard
 from hybrid.data.tokenizer import Tokenizer
 from hybrid.schema import DataSection, SourceSection
 
@@ -30,11 +31,11 @@ class SourceStore:
         self.weight = section.weight
         indices, starts, self._files = [], [], []
         for number, shard in enumerate(shards):
-            index, file, dtype = _open_shard(folder, name, shard, tokenizer)
+            index, file = open_shard(folder, name, shard, tokenizer)
             indices.append(index)
             ends = np.cumsum(index[:, IDS].astype(np.int64))
             starts.append(np.stack([np.full(len(index), number), ends - index[:, IDS].astype(np.int64)], 1))
-            self._files.append((file, dtype))
+            self._files.append(file)
         index = np.concatenate(indices)
         self._places = np.concatenate(starts)
         self.tokens = index[:, IDS].astype(np.int64)
@@ -49,7 +50,7 @@ class SourceStore:
         shard, first = self._places[document]
         stop = int(self.tokens[document]) if stop is None else stop
         assert 0 <= start <= stop <= self.tokens[document]
-        return _mapped(*self._files[shard])[first + start : first + stop]
+        return _mapped(self._files[shard])[first + start : first + stop]
 
 
 class Store:
@@ -63,7 +64,7 @@ class Store:
         path = self.folder / "report.json"
         if not path.is_file():
             raise DataError(f"{self.folder} holds no finished preparation; run `hybrid prepare` first")
-        report = read_json(path)
+        report = read_report(path)
         self.tokenizer = Tokenizer.load(self.folder / "tokenizer.model")
         self.fingerprint: str = report["tokenizer"]
         self.vocab_size: int = report["vocab_size"]
@@ -73,6 +74,8 @@ class Store:
                 f"{self.folder}/tokenizer.model ({found}) is not what the shards were made with ({wanted}); "
                 "put that back or prepare again with --force"
             )
+        if self.vocab_size != self.tokenizer.vocab_size:
+            raise damaged(path, f"vocab_size is {self.vocab_size}, the model's {self.tokenizer.vocab_size}")
         self.sources: dict[str, SourceStore] = {}
         for name, section in data.sources.items():
             if name not in report["sources"]:
@@ -93,39 +96,8 @@ def train_tokens(data: DataSection) -> Iterator[NDArray[np.unsignedinteger[Any]]
             yield source.read(int(document))
 
 
-def _open_shard(folder: Path, source: str, name: str, tokenizer: str) -> tuple[NDArray[np.uint64], str, str]:
-    """Index, token file and dtype of one shard, checked against its sidecar."""
-    path = sidecar(folder, source, name)
-    if not path.is_file():
-        raise DataError(f"{path} is missing; run `hybrid prepare`")
-    info = read_json(path)
-    if info["format"] != FORMAT:
-        raise DataError(
-            f"{path} has shard format {info['format']}, this version reads {FORMAT}; prepare it again"
-        )
-    if info["tokenizer"] != tokenizer:
-        raise DataError(
-            f"{path} was made with another tokenizer ({info['tokenizer'][:12]}, not {tokenizer[:12]}); "
-            "prepare again with --force"
-        )
-    file = path.with_name(f"{name}.tokens")
-    index_file = path.with_name(f"{name}.index.npy")
-    wanted = info["tokens"] * np.dtype(info["dtype"]).itemsize
-    size = file.stat().st_size if file.is_file() else None
-    if size != wanted:
-        found = "is missing" if size is None else f"has {size} bytes, not {wanted}"
-        raise DataError(f"{file} {found}; prepare again with --force")
-    try:
-        index = np.load(index_file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{index_file} cannot be read ({error}); prepare again with --force") from None
-    if index.shape != (info["documents"], 3) or index[:, IDS].sum() != info["tokens"]:
-        raise DataError(f"{index_file} does not fit {path}; prepare again with --force")
-    return index, str(file), info["dtype"]
-
-
 @lru_cache(maxsize=256)  # open files, well below the usual limit of 1024
-def _mapped(path: str, dtype: str) -> NDArray[np.unsignedinteger[Any]]:
-    if Path(path).stat().st_size == 0:
-        return np.zeros(0, np.dtype(dtype))
-    return np.memmap(path, np.dtype(dtype), "r")
+def _mapped(file: TokenFile) -> NDArray[np.unsignedinteger[Any]]:
+    if Path(file.path).stat().st_size == 0:
+        return np.zeros(0, np.dtype(file.dtype))
+    return np.memmap(file.path, np.dtype(file.dtype), "r")

@@ -231,7 +231,11 @@ def train_model(texts: Iterable[str], vocab_size: int, notes: TrainingNotes | No
     notes = TrainingNotes() if notes is None else notes
     lines = _training_lines(texts, notes)
     if not lines:
-        raise DataError("no text to train the tokenizer on: every source is empty or held out for validation")
+        nul = f" ({notes.lines_with_nul} lines with NUL are left out)" if notes.lines_with_nul else ""
+        raise DataError(
+            f"no text to train the tokenizer on{nul}: every source is empty or held out for validation, or "
+            "data.tokenizer_sample_bytes is too small"
+        )
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

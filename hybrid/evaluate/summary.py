@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -20,8 +21,9 @@ LINE_WIDTH = 100
 
 def report(recipe: Recipe, summary: Summary) -> str:
     """The table as text. Reads the data folder for the yardsticks, which are kept there once computed."""
-    yardsticks = measure(recipe.data, recipe.train.eval_tokens)
-    lines = ["", *_scores(summary, yardsticks), "", *_costs(summary)]
+    lines = ["", *_costs(summary)]
+    if not math.isnan(summary.bits_per_byte):  # some text is held out
+        lines = ["", *_scores(summary, measure(recipe.data, recipe.train.eval_tokens)), *lines]
     for number, sample in enumerate(summary.samples, 1):
         lines += ["", f"sample {number}", *_cut(sample)]
     lines += ["", f"run directory     {summary.run}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import lzma
@@ -51,7 +52,7 @@ def measure(data: DataSection, tokens: int | None = None) -> Yardsticks:
     folder = Path(data.folder)
     key = _key(folder, data, tokens)
     known = _read_cache(folder / CACHE)
-    if key in known:
+    with contextlib.suppress(KeyError, TypeError):  # new, or damaged and worth nothing
         return Yardsticks(**known[key])
     result = _measure(data, tokens)
     _write_cache(folder / CACHE, {**known, key: asdict(result)})
@@ -100,9 +101,10 @@ def _key(folder: Path, data: DataSection, tokens: int | None) -> str:
 
 def _read_cache(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):  # absent, or damaged and worth nothing
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):  # absent, or damaged and worth nothing
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _write_cache(path: Path, content: dict[str, dict[str, Any]]) -> None:

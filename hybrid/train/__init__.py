@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .distributed import TrainError
+    from .errors import TrainError
     from .loop import Summary, train
 
 __all__ = ["Summary", "TrainError", "train"]
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(loop, name)
     if name == "TrainError":
-        from .distributed import TrainError
+        from .errors import TrainError
 
         return TrainError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,12 +20,16 @@ import json
 import os
 import re
 import shutil
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .distributed import TrainError, World
 from .engine import Engine
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TAG = re.compile(r"step_(\d{8})")
 PARTIAL = ".partial"
@@ -59,6 +63,10 @@ class Origin:
     tokenizer: str
     """The tokenizer's fingerprint."""
     recipe: dict[str, Any] = field(default_factory=dict)
+
+
+Manifest = dict[str, tuple[int, str]]
+"""File name -> bytes, SHA-256."""
 
 
 def tag_name(step: int) -> str:
@@ -119,8 +127,7 @@ class Checkpoints:
 
     def read(self, tag: str) -> tuple[Progress, Origin]:
         """What stands in a whole tag's trainer.json."""
-        found = json.loads((self.folder / tag / TRAINER).read_text(encoding="utf-8"))
-        return Progress(**found["progress"]), Origin(**found["origin"])
+        return read_trainer(self.folder / tag / TRAINER)
 
     def set_newer_aside(self, step: int) -> None:
         """Rename tags beyond `step`: damaged, or of a continuation that is now abandoned."""
@@ -220,29 +227,16 @@ class Checkpoints:
 
     def _fault(self, tag: str) -> str | None:
         """Why a tag cannot be used; the same answer on every rank."""
-        sums: dict[str, dict[str, Any]] = {}
-        fault = None
-        try:
-            sums = json.loads((self.folder / tag / MANIFEST).read_text(encoding="utf-8"))["files"]
-        except FileNotFoundError:
-            fault = f"{MANIFEST} is missing"
-        except (ValueError, KeyError, TypeError):
-            fault = f"{MANIFEST} is unreadable"
-        if fault is None:
-            fault = self._compare(self.folder / tag, sums)
+        sums = read_manifest(self.folder / tag)
+        fault = sums if isinstance(sums, str) else self._compare(self.folder / tag, sums)
         return next((found for found in self.world.gather(fault) if found), None)
 
-    def _compare(self, folder: Path, sums: dict[str, dict[str, Any]]) -> str | None:
+    def _compare(self, folder: Path, sums: Manifest) -> str | None:
         """The first file that is not as the manifest says; ranks share the reading of contents."""
-        for index, (name, entry) in enumerate(sorted(sums.items())):
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            size = path.stat().st_size
-            if size != entry["bytes"]:
-                return f"{name} has {size} bytes instead of {entry['bytes']}"
-            if index % self.world.size == self.world.rank and sha256(path) != entry["sha256"]:
-                return f"{name} has other contents than were written"
+        for index, name in enumerate(sorted(sums)):
+            mine = index % self.world.size == self.world.rank
+            if fault := file_fault(folder / name, *sums[name], contents=mine):
+                return fault
         return None
 
 
@@ -253,35 +247,77 @@ def tags_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if TAG.fullmatch(path.name) and path.is_dir())
 
 
-def newest_weights(run: Path | str) -> Path:
-    """The newest `model.safetensors` of a run directory, or of a folder that holds one itself.
+def read_manifest(folder: Path) -> Manifest | str:
+    """What a tag's files should be, or why that is unknown."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        sums = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{MANIFEST} is unreadable"
+    absent = [name for name in (WEIGHTS, TRAINER) if name not in sums]
+    return f"{MANIFEST} does not list {absent[0]}" if absent else sums
 
-    Its size is checked against the manifest; a damaged tag is passed over. TrainError when there is none.
+
+def file_fault(path: Path, size: int, digest: str, *, contents: bool = True) -> str | None:
+    """How a file differs from what was written; `contents`: read it whole."""
+    if not path.is_file():
+        return f"{path.name} is missing"
+    if path.stat().st_size != size:
+        return f"{path.name} has {path.stat().st_size} bytes instead of {size}"
+    if contents and sha256(path) != digest:
+        return f"{path.name} has other contents than were written"
+    return None
+
+
+def read_trainer(path: Path) -> tuple[Progress, Origin]:
+    """What stands in a tag's trainer.json; TrainError where it is of another version, or damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Progress(**found["progress"]), Origin(**found["origin"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TrainError(f"{path} is damaged, or of another version of this program ({error})") from None
+
+
+def newest_weights(run: Path | str) -> Path:
+    """The newest whole `model.safetensors` of a run directory, or that of a folder that holds one itself.
+
+    A damaged one is passed over, which is said on standard error. TrainError when there is none.
     """
     run = Path(run)
     if (run / WEIGHTS).is_file():
         return run / WEIGHTS
+    faults: list[str] = []
     for tag in reversed(tags_in(run / "checkpoints")):
         folder = run / "checkpoints" / tag
-        try:
-            entry = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"][WEIGHTS]
-            if (folder / WEIGHTS).stat().st_size == entry["bytes"]:
-                return folder / WEIGHTS
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    raise TrainError(f"{run} holds no weights: neither {WEIGHTS} nor a whole checkpoint below checkpoints/")
+        sums = read_manifest(folder)
+        fault = sums if isinstance(sums, str) else file_fault(folder / WEIGHTS, *sums[WEIGHTS])
+        if fault is None:
+            if faults:
+                print(f"{run}: {'; '.join(faults)}: taking {tag}", file=sys.stderr, flush=True)
+            return folder / WEIGHTS
+        faults.append(f"{tag} is damaged ({fault})")
+    found = "; ".join(faults) or f"neither {WEIGHTS} nor a checkpoint below checkpoints/"
+    raise TrainError(f"{run} holds no whole weights: {found}")
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; TrainError when it is damaged."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise TrainError(f"{path} is damaged or no safetensors file: {error}") from None
 
 
 def tokenizer_of(weights: Path) -> str | None:
     """Fingerprint of the tokenizer that weights in a checkpoint were trained with; None for weights that lie
     elsewhere. TrainError when the record of it is damaged."""
-    record = weights.parent / TRAINER
-    if not record.is_file():
-        return None
-    try:
-        return json.loads(record.read_text(encoding="utf-8"))["origin"]["tokenizer"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise TrainError(f"{record} is damaged ({type(error).__name__}: {error})") from error
+    record = weights.with_name(TRAINER)
+    return read_trainer(record)[1].tokenizer if record.is_file() else None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -7,7 +7,10 @@ each its place through RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
 from __future__ import annotations
 
 import os
+import re
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import launcher
+from .errors import TrainError
+
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """A rank that waits longer than this for the others gives up; preparing data is exempt."""
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-class TrainError(ValueError):
-    """Training cannot start or go on; the message says why and what to do."""
+JOIN_TIMEOUT = timedelta(minutes=5)
+"""The launcher's processes must all have come by then."""
+_LOST = re.compile(r"gloo|NCCL|[Cc]onnection (reset|closed|refused)|Broken pipe")
 
 
 @dataclass(frozen=True)
@@ -133,9 +137,9 @@ def start(threads: int | None = None) -> World:
     Raises TrainError when the launcher's variables are incomplete, a GPU is missing or the port is busy.
     """
     _fill_in_single_process()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ["LOCAL_RANK"])
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size)
+    size = launcher.number("WORLD_SIZE", least=1)
+    rank, local_rank = launcher.number("RANK", below=size), launcher.number("LOCAL_RANK", below=size)
+    local_size = launcher.number("LOCAL_WORLD_SIZE", launcher.number("LOCAL_SIZE", size, least=1), least=1)
     _set_threads(threads, local_size)
     device = _device(local_rank)
     _without_compilers()
@@ -161,15 +165,7 @@ def free_port() -> int:
 
 
 def _fill_in_single_process() -> None:
-    present = [name for name in LAUNCHER_VARIABLES if os.environ.get(name)]
-    if "RANK" in present or "WORLD_SIZE" in present:
-        missing = [name for name in LAUNCHER_VARIABLES if name not in present]
-        if missing:
-            raise TrainError(
-                f"the environment names {', '.join(present)} but not {', '.join(missing)}: start the "
-                "processes with `deepspeed --module hybrid train` or `torchrun -m hybrid train`, or unset "
-                "them"
-            )
+    if launcher.is_used():
         return
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
@@ -212,17 +208,43 @@ def _without_compilers() -> None:
 
 def _initialise(device: torch.device, rank: int, size: int) -> None:
     backend = "gloo" if device.type == "cpu" else "nccl"
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if size == 1:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
+        )
+        return
+    address, port = os.environ["MASTER_ADDR"], launcher.number("MASTER_PORT", least=1, below=2**16)
+    where = f"{address}:{port}"
+    words = f"rank {rank} waits for the other {size - 1} processes at {where}, for at most {JOIN_TIMEOUT}"
+    waiting = threading.Timer(20, print, (words,), {"file": sys.stderr, "flush": True})
+    waiting.start()
     try:
-        if size == 1:
-            dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
-            )
-        else:
-            dist.init_process_group(backend, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+        socket.getaddrinfo(address, port)
+        store = next(dist.rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))[0]
+        store.set_timeout(COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    except OSError as error:
+        raise TrainError(f"MASTER_ADDR {address} cannot be found: {error.strerror}") from error
     except (RuntimeError, ValueError) as error:
         if "in use" in str(error) or "EADDRINUSE" in str(error):
             raise TrainError(
                 f"port {where} is busy, probably with another run: choose a free one with --master_port"
             ) from error
         raise TrainError(f"could not join the {size} processes at {where}: {error}") from error
+    finally:
+        waiting.cancel()
+
+
+@contextmanager
+def peers_may_end() -> Iterator[None]:
+    """Turn what the backends say when another process of the run is gone into words."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
+            raise
+        raise TrainError(
+            "lost the connection to another process of this run, which ended or cannot be reached; its own "
+            "messages say why. The same command goes on from the newest checkpoint "
+            f"({str(error).splitlines()[0][:200]})"
+        ) from error

@@ -83,11 +83,13 @@ def train(recipe: Recipe) -> Summary:
     with world.together():
         recipes.check(recipe, world.size)
     folder = Path(recipe.train.output)
-    with contextlib.ExitStack() as stack:
+    with distributed.peers_may_end(), contextlib.ExitStack() as stack:
         directory = _open_directory(folder, world, stack)
         stack.enter_context(logs.quiet(folder / "logs" / f"rank_{world.rank}.log"))
         signals = stack.enter_context(Signals())
+        signals.at_once = True  # a stopped preparation goes on where it was
         _prepare_data(recipe, world)
+        signals.at_once = False
         run = _Run(recipe, world, signals, directory, stack)
         run.steps()
         return run.finish(begin)
@@ -202,7 +204,8 @@ class _Run:
         """From where the run stands to its last step, or to a signal."""
         train = self.recipe.train
         if self.progress.step == 0:
-            self.progress.bits_per_byte_before = self._score().bits_per_byte
+            before = self._score().bits_per_byte
+            self.progress.bits_per_byte_before = None if math.isnan(before) else before
         while self.progress.step < train.steps:
             done, number = self._step(), self.progress.step
             if train.eval_every and number % train.eval_every == 0:
@@ -299,7 +302,12 @@ class _Run:
     # Between the steps
 
     def _score(self) -> validation.Score:
-        """Score the held-out text as the model is now."""
+        """Score the held-out text as the model is now; not a number where no text is held out."""
+        if not self.held_out.documents:
+            if self.scored is None:
+                self.monitor.say("no validation: no document is held out (data.sources.*.validation)")
+            self.scored = (self.progress.step, validation.Score(math.nan, math.nan, 0))
+            return self.scored[1]
         result = validation.score(self.engine.model, self.held_out, self.world)
         self.scored = (self.progress.step, result)
         self.monitor.write(

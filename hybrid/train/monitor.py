@@ -44,7 +44,10 @@ class Monitor:
         self._events: SummaryWriter | None = None
         if not main:
             return
+        cut = _is_cut(folder / "metrics.jsonl")
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        if cut:
+            self._metrics.write("\n")
         if section.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -83,6 +86,15 @@ class Monitor:
                 self._events.close()
 
 
+def _is_cut(path: Path) -> bool:
+    """Whether a file's last line was left unfinished, by a crash."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
 def cut_events(folder: Path, step: int) -> None:
     """Drop events after `step` from the TensorBoard files in `folder`."""
     if not folder.is_dir():
@@ -108,15 +120,15 @@ def read_metrics(run: Path | str, *, every_run: bool = False) -> list[dict[str, 
     """The lines of a run's metrics.jsonl by step, those of one step merged into one dict.
 
     Where a step was trained twice (resumed from before it) the later run's values stand; `every_run` gives
-    one dict per step and run instead. A last line cut off by a crash is left out.
+    one dict per step and run instead. Lines cut off by a crash are left out.
     """
     merged: dict[Any, dict[str, Any]] = {}
-    for line in Path(run, "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in Path(run, "metrics.jsonl").read_bytes().split(b"\n"):
         try:
             values = json.loads(line)
-        except json.JSONDecodeError:
+            key = (values["step"], values["run"]) if every_run else values["step"]
+        except (ValueError, KeyError, TypeError):
             continue
-        key = (values["step"], values["run"]) if every_run else values["step"]
         if key in merged and merged[key]["run"] != values["run"]:
             del merged[key]
         merged.setdefault(key, {}).update(values)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hybrid.schema import Recipe
 
-from .checkpoint import Origin, newest_weights, tokenizer_of
+from .checkpoint import Origin, load_weights, newest_weights, tokenizer_of
 from .distributed import TrainError
 
 FIXED = {
@@ -76,11 +76,9 @@ def load_initial(model: nn.Module, path: str, tokenizer: str) -> str:
 
     Raises TrainError listing every missing, unexpected and differently shaped tensor.
     """
-    from safetensors.torch import load_file
-
     source = newest_weights(path)
     _same_tokenizer(source, tokenizer)
-    found = load_file(source)
+    found = load_weights(source)
     wanted = model.state_dict()
     faults = [f"missing: {name}" for name in wanted.keys() - found.keys()]
     faults += [f"not in this model: {name}" for name in found.keys() - wanted.keys()]

@@ -18,6 +18,8 @@ class Signals:
     """
 
     def __init__(self) -> None:
+        self.at_once = False
+        """SIGTERM ends the process instead: for work that loses nothing by it and may be long."""
         self.stop = False
         self.save = False
         self._before: dict[signal.Signals, Any] = {}
@@ -35,5 +37,7 @@ class Signals:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGTERM:
             self.stop = True
+            if self.at_once:
+                raise SystemExit(STOPPED_EXIT_CODE)
         else:
             self.save = True

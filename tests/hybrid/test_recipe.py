@@ -589,3 +589,29 @@ def test_any_text_survives_saving(base, prompts, output):
 def test_recipes_are_listed_as_equal_only_when_they_are(base):
     assert load(base) == load(base)
     assert load(base) != load(base, ["train.seed=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.layers.K.kind=[kvm]", "model.layers.K.kind (command line): expected the name of a kind"),
+        ("train.micro_batch_size=0", "train.micro_batch_size (command line): is 0; allowed: 1 or more"),
+        ("model.hidden_size=99999999999", "is 99999999999; allowed: 1 or more, up to 1048576"),
+        ("train.steps=100000000", "allowed: 1 or more, up to 99999999"),
+        ("model.depth=99999999999999999999", "expected a whole number below 2^63"),
+        ("data.vocab_size=3000000000", "allowed: 260 or more, up to 16777216"),
+        ("train.output=\udcff", "expected text in valid Unicode, found '\\udcff'"),
+        ("model=3", "model (command line): expected a table of keys, found '3'"),
+    ],
+)
+def test_impossible_values_are_refused_by_key(base, override, words):
+    """The one problem of each: nothing is divided, built or looked up by it before."""
+    (problem,) = refused(base, override)
+    assert words in problem
+
+
+@pytest.mark.parametrize("key", ["model.hidden_size", "model.layers.K.chunk", "optimizer.betas"])
+def test_any_key_left_open_is_refused(base, key):
+    """T060: also one that has a default, which must not be taken in silence."""
+    (problem,) = refused(base, f"{key}=???")
+    assert problem == f"{key} (command line): is left open (???): give it a value"

@@ -396,3 +396,65 @@ def test_small_files_share_a_shard() -> None:
     assert [unit.size for unit in units] == [1 << 20, 1, 2 << 20, 3, 5]
     assert group("s", []) == []
     assert isinstance(units[0], Unit)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> DataSection:
+    data = digits_data(tmp_path, {"a": ["12", "345", "6789"]})
+    prepare(data, processes=1)
+    return data
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[]", b"null", b"[" * 100_000, b"\xff"])
+@pytest.mark.parametrize("name", ["report.json", "a/00000-a.json", "tokenizer.json"])
+def test_a_damaged_file_is_named_and_made_again_by_force(
+    prepared: DataSection, name: str, content: bytes
+) -> None:
+    folder = Path(prepared.folder)
+    before = contents(folder)
+    (folder / name).write_bytes(content)
+    use = (lambda data: prepare(data, processes=1)) if name == "tokenizer.json" else Store
+    with pytest.raises(DataError, match=rf"{name} is damaged"):
+        use(prepared)
+    prepare(prepared, processes=1, force=True)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("name", ["a/00000-a.tokens", "a/00000-a.index.npy"])
+@pytest.mark.parametrize("size", [None, 0, 9])
+def test_a_missing_or_cut_shard_is_named_and_made_again_by_force(
+    prepared: DataSection, name: str, size: int | None
+) -> None:
+    folder = Path(prepared.folder)
+    before = contents(folder)
+    (folder / name).unlink()
+    if size is not None:
+        (folder / name).write_bytes(bytes(size))
+    with pytest.raises(DataError, match=rf"{name} .*--force"):
+        Store(prepared)
+    prepare(prepared, processes=1, force=True)
+    assert contents(folder) == before
+
+
+def test_facts_that_contradict_each_other_are_refused(prepared: DataSection) -> None:
+    path = Path(prepared.folder) / "report.json"
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps({**report, "vocab_size": 7}))
+    with pytest.raises(DataError, match=r"vocab_size is 7, the model's 276"):
+        Store(prepared)
+
+
+def test_data_prepared_anew_are_read_anew(prepared: DataSection, tmp_path: Path) -> None:
+    """In one process, the mapped file of the old shard is not what the new one gives."""
+    old = [ids.tolist() for ids in train_tokens(prepared)]
+    write_jsonl(tmp_path / "a.jsonl", ["21", "543", "9876"])
+    prepare(prepared, processes=1, force=True)
+    assert [ids[::-1] for ids in old] != old
+    assert [[1, *ids[-2:0:-1], 2] for ids in old] == [ids.tolist() for ids in train_tokens(prepared)]
+
+
+def test_a_share_below_one_never_takes_every_document() -> None:
+    low = np.array([1, 2, 2], np.uint64)  # all hashes lie in the share
+    assert held_out(low, 0.5).tolist() == [True, False, False]
+    assert held_out(low[:1], 0.5).tolist() == [False]
+    assert held_out(low, 1.0).tolist() == [True, True, True]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid.data import DataError, Tokenizer
-from hybrid.data.tokenizer import TRAINING_OPTIONS, TrainingNotes
+from hybrid.data.tokenizer import TRAINING_OPTIONS, TrainingNotes, train_model
 
 from .corpus import DIGITS, digit_tokenizer, stdlib_texts
 
@@ -213,3 +213,9 @@ def test_files_that_are_no_model_are_refused(content: bytes, tmp_path: Path) -> 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.model: No such file"):
         Tokenizer.load(tmp_path / "none.model")
+
+
+def test_what_left_no_text_to_train_on_is_told() -> None:
+    """T054: lines with NUL are counted in the message."""
+    with pytest.raises(DataError, match=r"no text .* \(2 lines with NUL are left out\)"):
+        train_model(["a\0b\n\0"], 300)

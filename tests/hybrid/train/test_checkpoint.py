@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybrid.train.checkpoint import Checkpoints, Origin, Progress, newest_weights, tags_in
+from hybrid.train.checkpoint import Checkpoints, Origin, Progress, load_weights, newest_weights, tags_in
 from hybrid.train.distributed import TrainError, World
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -104,7 +104,7 @@ def test_when_all_are_damaged_it_stops(three: Checkpoints):
         (three.folder / tag / "model.safetensors").unlink()
     with pytest.raises(TrainError, match=r"no checkpoint .* is whole: step_00000030 .* step_00000010"):
         three.find("auto")
-    with pytest.raises(TrainError, match=r"neither model\.safetensors nor a whole checkpoint"):
+    with pytest.raises(TrainError, match=r"holds no whole weights: step_00000030 is damaged .*missing"):
         newest_weights(three.folder.parent)
 
 
@@ -178,3 +178,41 @@ def test_the_manifest_lists_every_other_file(three: Checkpoints):
     folder = three.folder / "step_00000010"
     listed = json.loads((folder / "manifest.json").read_text())["files"]
     assert set(listed) == {path.name for path in folder.iterdir()} - {"manifest.json"}
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ["[]", "null", '{"files": []}', '{"files": {}}', '{"files": {"trainer.json": {}}}', "[" * 100_000],
+)
+def test_a_manifest_that_says_nothing_is_damage(
+    three: Checkpoints, capsys: pytest.CaptureFixture[str], manifest: str
+):
+    """Nothing would have been checked; reading weights falls back too, and says so."""
+    (three.folder / "step_00000030" / "manifest.json").write_text(manifest)
+    assert three.find("auto") == "step_00000020"
+    assert "step_00000030 is damaged (manifest.json" in capsys.readouterr().out
+    assert newest_weights(three.folder.parent).parent.name == "step_00000020"
+    assert "step_00000030 is damaged (manifest.json" in capsys.readouterr().err
+
+
+def test_changed_weights_are_not_taken(three: Checkpoints, capsys: pytest.CaptureFixture[str]):
+    path = three.folder / "step_00000030" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert newest_weights(three.folder.parent).parent.name == "step_00000020"
+    assert "model.safetensors has other contents than were written): taking step_00000020" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 1000])
+def test_weights_that_are_no_safetensors_are_refused(tmp_path: Path, content: bytes):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(TrainError, match=r"model\.safetensors is damaged or no safetensors file"):
+        load_weights(newest_weights(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"progress": {"stride": 1}, "origin": {}}'])
+def test_a_record_of_another_version_is_refused(three: Checkpoints, content: str):
+    (three.folder / "step_00000030" / "trainer.json").write_text(content)
+    with pytest.raises(TrainError, match=r"trainer\.json is damaged, or of another version"):
+        three.read("step_00000030")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from hybrid.train import distributed
-from hybrid.train.distributed import LAUNCHER_VARIABLES, TrainError, World
+from hybrid.train.distributed import TrainError, World, peers_may_end
+from hybrid.train.launcher import LAUNCHER_VARIABLES
 
 
 def test_a_half_set_environment_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -64,3 +66,42 @@ def test_ranks_exchange_numbers(two_ranks: Any):
 def test_a_problem_on_any_rank_stops_all_with_one_message(two_ranks: Any, rank: int, error: Any, main: str):
     found = two_ranks.run(failing, rank, error)
     assert found == [main, "went on" if rank == 2 else "SystemExit: 2"]
+
+
+def place(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    """The environment of rank 0 of 2, with changes."""
+    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**told, **changes}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'; allowed: whole numbers of 1 or more"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"RANK": "2"}, "RANK is '2'; allowed: whole numbers of 0 or more and below 2"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
+        (
+            {"MASTER_PORT": "http"},
+            "MASTER_PORT is 'http'; allowed: whole numbers of 1 or more and below 65536",
+        ),
+        ({"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR no-such-host.invalid cannot be found"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], words: str
+):
+    """T020: before waiting for anybody."""
+    place(monkeypatch, **changes)
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
+    with pytest.raises(TrainError, match=re.escape(words)):
+        distributed.start()
+
+
+def test_a_lost_process_is_told_in_words():
+    with pytest.raises(TrainError, match="lost the connection to another process"), peers_may_end():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+    with pytest.raises(RuntimeError, match="shape"), peers_may_end():
+        raise RuntimeError("a shape of our own making")

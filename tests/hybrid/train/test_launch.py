@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.train.distributed import LAUNCHER_VARIABLES
+from hybrid.train.launcher import LAUNCHER_VARIABLES
 from hybrid.train.monitor import read_metrics
 
 from . import tiny

@@ -117,3 +117,18 @@ def test_resuming_an_older_step_replaces_the_curve(rank_pools, tiny_recipe: Path
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "latest", "step_00000010", "step_00000015", "step_00000016",
     ]  # fmt: skip
+
+
+def test_a_line_cut_by_a_crash_costs_no_later_one(tmp_path: Path):
+    """What was written before and after it is all there, whatever bytes stand between."""
+    section = MonitorSection(tensorboard=False)
+    for step, rubbish in ((1, b'{"step": 2, "ru'), (3, b"\xff\n[]\n3")):
+        monitor = Monitor(tmp_path, section, True, step - 1)
+        monitor.write(step, {"train/loss": float(step)})
+        monitor.close()
+        with open(tmp_path / "metrics.jsonl", "ab") as file:
+            file.write(rubbish)
+    monitor = Monitor(tmp_path, section, True, 3)
+    monitor.write(4, {"train/loss": 4.0})
+    monitor.close()
+    assert [line["train/loss"] for line in read_metrics(tmp_path)] == [1.0, 3.0, 4.0]
