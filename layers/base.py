@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
@@ -115,6 +116,9 @@ def document_lengths(cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, ...]:
     """Lengths of the documents packed in `x` `[1, T, ...]`, on the host; empty without `cu_seqlens`."""
     if cu_seqlens is None:
         return ()
+    whole = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in (torch.int32, torch.int64)
+    if not whole or cu_seqlens.ndim != 1:
+        raise LayerError(f"cu_seqlens must be one row of int32 in a tensor, got {_shown(cu_seqlens)}")
     borders = cu_seqlens.tolist()
     if x.shape[0] != 1:
         raise LayerError(f"cu_seqlens needs one packed row, got a batch of {x.shape[0]}")
@@ -128,6 +132,11 @@ def document_lengths(cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, ...]:
                 "leave empty documents out"
             )
     return lengths
+
+
+def _shown(value: Any) -> str:
+    """What was given, in a few words."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 @dataclass
@@ -280,6 +289,7 @@ class Mixer(nn.Module):
         Returns:
             `y` `[B, T, C]` in x's dtype and the state to go on from (None unless `context.want_state`).
         """
+        self._refuse_input(x)
         if context is None:
             context = Context.of(x)
         if context.lengths and sum(context.lengths) != x.shape[1]:
@@ -287,6 +297,8 @@ class Mixer(nn.Module):
         if context.lengths and (context.want_state or state is not None):
             return self._forward_documents(x, context, state)
         if state is not None:
+            if not isinstance(state, self._state_type):
+                raise LayerError(f"state must be a {self._state_type.__name__}, got {_shown(state)}")
             state.refuse_batch(x.shape[0])
             state = state.take()
         return self.mix(x, context, state)
@@ -296,12 +308,32 @@ class Mixer(nn.Module):
         without state; with state it comes document by document."""
         raise NotImplementedError
 
+    def _refuse_input(self, x: Tensor) -> None:
+        """LayerError unless `x` is `[B, T, C]` in the parameters' dtype (any under autocast)."""
+        width = self.site.hidden_size
+        if x.ndim != 3 or x.shape[-1] != width:
+            raise LayerError(f"x must be [batch, tokens, {width}], got {_shown(x)}")
+        if not x.is_floating_point() or not (
+            any(parameter.dtype == x.dtype for parameter in self.parameters())
+            or torch.is_autocast_enabled(x.device.type)
+        ):
+            dtypes = sorted({str(parameter.dtype) for parameter in self.parameters()})
+            raise LayerError(
+                f"x is {x.dtype}; the layer's parameters are {', '.join(dtypes)}: make them equal"
+            )
+
+    @cached_property
+    def _state_type(self) -> type[MixerState]:
+        return type(self.empty_state(1))
+
     def _forward_documents(
         self, x: Tensor, context: Context, states: Sequence[Any] | None
     ) -> tuple[Tensor, list[Any]]:
         """A packed row with carried state: each document as a batch of one."""
         if states is None:
             states = [None] * len(context.lengths)
+        if not isinstance(states, list | tuple):
+            raise LayerError(f"a packed row takes a list of states, one per document, got {_shown(states)}")
         if len(states) != len(context.lengths):
             raise LayerError(f"{len(states)} states for {len(context.lengths)} packed documents")
         outputs, after, firsts, routes = [], [], [], []

@@ -26,8 +26,10 @@ def write_whole(path: Path, label: str = "") -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a write: a full disk, say
+            error.filename = str(path)
         raise
 
 

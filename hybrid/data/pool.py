@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -81,7 +82,7 @@ class Pool:
                 line = worker.stdout.readline()
             except OSError:
                 line = ""
-            answer = json.loads(line) if line else {"failed": f"the process ended (status {worker.poll()})"}
+            answer = json.loads(line) if line else {"failed": f"the process ended (status {_status(worker)})"}
             if "refused" in answer:
                 self.errors.append(DataError(answer["refused"]))
             elif "failed" in answer:
@@ -90,6 +91,13 @@ class Pool:
                 )
             else:
                 self._count()
+
+
+def _status(worker: subprocess.Popen[str]) -> int | None:
+    """Of a worker whose output ended: its exit may be a moment behind."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        worker.wait(10)
+    return worker.returncode
 
 
 def plain_section(section: SourceSection) -> dict[str, Any]:

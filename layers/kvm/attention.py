@@ -72,6 +72,14 @@ def kvm_attention(
     Raises LayerError for shapes, dtypes or routes that do not fit.
     """
     _check(q, k, v, merge_gate, spec, lengths, state)
+    for name, given, size in (
+        ("norm_weight", norm_weight, q.shape[3]),
+        ("norm_bias", norm_bias, q.shape[3]),
+        ("front_temperature", front_temperature, q.shape[2]),
+        ("state_temperature", state_temperature, q.shape[2]),
+    ):
+        if given is not None and given.shape != (size,):
+            raise LayerError(f"{name} is {tuple(given.shape)}, for q {tuple(q.shape)}: it must be ({size},)")
     q, k, v = same_dtype(q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
     gate = merge_gate.to(wide) if merge_gate is not None and spec.gated else None
@@ -132,6 +140,8 @@ def _check(
     lengths: Sequence[int],
     state: KVMState | None,
 ) -> None:
+    if not q.ndim == k.ndim == 4:
+        raise LayerError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must be [batch, tokens, heads, size]")
     batch, tokens, heads, size = q.shape
     if k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != size or heads % k.shape[2]:
         raise LayerError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")

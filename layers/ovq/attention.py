@@ -129,7 +129,7 @@ def ovq_attention(
 
     Choice and means are in fp32 (float64 for float64 inputs), whatever the inputs' dtype.
     """
-    if not q.shape == k.shape == v.shape:
+    if q.ndim != 4 or not q.shape == k.shape == v.shape:
         raise LayerError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
     if lengths and (state is not None or q.shape[0] != 1 or sum(lengths) != q.shape[1]):
         raise LayerError(f"documents of {tuple(lengths)} tokens in a row of shape {tuple(q.shape[:2])}")

@@ -103,6 +103,8 @@ def block_window_attention(
 
 
 def _prepared(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float]:
+    if not q.ndim == k.ndim == 4:
+        raise LayerError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must be [batch, tokens, heads, size]")
     if q.shape[2] % k.shape[2] or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise LayerError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
     q, k, v = same_dtype(q, k, v)

@@ -383,3 +383,30 @@ def test_accounts_work_without_weights(kind):
         mixer = mixer_class(kind)(small_options(kind), Site(HIDDEN))
     assert mixer.flops_per_token(100_000).training > mixer.flops_per_token(100_000).forward > 0
     assert mixer.state_bytes(100_000, 2) > 0
+
+
+@every_kind
+def test_inputs_of_another_shape_or_dtype_are_refused(kind):
+    """In words, before the state is spent: a layer used in another trainer meets them first."""
+    mixer, x = build(kind, torch.float32), tokens(2, 9, torch.float32)
+    with torch.no_grad():
+        _, state = mixer(x)
+        for wrong in (x[0], x[..., None], x[..., : HIDDEN - 1]):
+            with pytest.raises(
+                LayerError, match=rf"x must be \[batch, tokens, {HIDDEN}\], got torch.float32"
+            ):
+                mixer(wrong, None, state)
+        for dtype in (torch.float64, torch.bfloat16, torch.int64):
+            with pytest.raises(LayerError, match=rf"x is {dtype}; the layer's parameters are torch.float32"):
+                mixer(x.to(dtype), None, state)
+        with pytest.raises(LayerError, match=r"state must be a \w+State, got a int"):
+            mixer(x, None, 3)
+        with pytest.raises(LayerError, match="takes a list of states, one per document"):
+            mixer(x[:1], packed_context(x[:1], [4, 5]), state)
+        mixer(x, None, state)
+
+
+@pytest.mark.parametrize("borders", [[0, 9], torch.tensor([0.0, 9.0]), torch.tensor([[0, 9]])], ids=str)
+def test_borders_that_are_no_row_of_whole_numbers_are_refused(borders):
+    with pytest.raises(LayerError, match="cu_seqlens must be one row of int32 in a tensor, got"):
+        Context.of(tokens(1, 9), borders)

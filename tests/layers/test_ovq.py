@@ -192,6 +192,8 @@ def test_shapes_that_do_not_fit_are_refused():
     q, k, v = operands(8)
     with pytest.raises(LayerError, match="do not fit together"):
         ovq_attention(q, k[:, :4], v, chunk=8, max_centroids=4)
+    with pytest.raises(LayerError, match="do not fit together"):
+        ovq_attention(q[0], k[0], v[0], chunk=8, max_centroids=4)
     with pytest.raises(LayerError, match=r"documents of \(3, 4\) tokens"):
         ovq_attention(q, k, v, chunk=8, max_centroids=4, lengths=(3, 4))
 

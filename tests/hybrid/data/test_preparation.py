@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from hybrid.data import DataError, Store, Tokenizer, is_prepared, prepare, train_tokens
+from hybrid.data.files import write_whole
 from hybrid.data.sampling import BLOCK, training_sample
 from hybrid.data.shards import Unit, content_hash, group, held_out
 from hybrid.data.sources import Input, list_inputs
@@ -458,3 +459,11 @@ def test_a_share_below_one_never_takes_every_document() -> None:
     assert held_out(low, 0.5).tolist() == [True, False, False]
     assert held_out(low[:1], 0.5).tolist() == [False]
     assert held_out(low, 1.0).tolist() == [True, True, True]
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 (closed below)
+    with full, pytest.raises(OSError, match="No space left on device") as caught, write_whole(tmp_path / "a"):
+        full.write(b"x")
+    assert caught.value.filename == str(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []

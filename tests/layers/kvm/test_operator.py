@@ -427,6 +427,24 @@ def test_autocast_does_not_reach_sums_and_routing():
     assert torch.equal(y, want)
 
 
+@pytest.mark.parametrize(
+    ("place", "change", "words"),
+    [
+        (0, lambda x: x[0], r"must be \[batch, tokens, heads, size\]"),
+        (1, lambda x: x[:, :2], "do not fit together"),
+        (2, lambda x: x[..., :4], "do not fit together"),
+        (3, lambda x: x[..., None], "merge_gate is"),
+        (4, lambda x: x[:6], r"norm_weight is \(6,\), .* it must be \(8,\)"),
+        (7, lambda x: x[:2], r"state_temperature is \(2,\), .* it must be \(4,\)"),
+    ],
+)
+def test_operands_that_do_not_fit_are_named(place, change, words):
+    leaves = inputs(5)
+    leaves[place] = change(leaves[place])
+    with pytest.raises(LayerError, match=words):
+        run(leaves, SPECS["growing"])
+
+
 def test_impossible_settings_are_named():
     leaves = inputs(5)
     for wrong, words in (

@@ -215,5 +215,7 @@ def test_shapes_that_do_not_fit_are_named():
     q, k, v = qkv(5, 5)
     with pytest.raises(LayerError, match="do not fit"):
         attention(q[:, :, :3], k, v)
+    with pytest.raises(LayerError, match=r"must be \[batch, tokens, heads, size\]"):
+        attention(q[0], k[0], v[0])
     with pytest.raises(LayerError, match="window of position 9 is from 4"):
         block_window_attention(q[:, :1], k[:, :3], v[:, :3], chunk=4, window_chunks=2, position=9)
