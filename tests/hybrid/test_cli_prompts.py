@@ -87,3 +87,15 @@ def test_a_waiting_continuation_goes_on_live_when_its_turn_comes(shown):
     printer.end(Continuation(0, 0, (), "", "eos"))
     printer.text(0, 1, "y")
     assert shown().endswith("--- prompt 1, sample 2 ---\nAxy")
+
+
+def test_streams_closed_by_the_caller_are_no_crash(tmp_path):
+    """`<&-` is refused in words when it is to be read; with `>&-` the text goes nowhere."""
+    command = f"{sys.executable} -m hybrid"
+    run = {"shell": True, "capture_output": True, "text": True, "cwd": tmp_path}
+    asked = subprocess.run(f"{command} generate run --prompt - <&-", **run)
+    assert (asked.returncode, asked.stderr) == (
+        2,
+        "hybrid: error: standard input is closed, so --prompt - cannot be read\n",
+    )
+    assert subprocess.run(f"{command} --help >&-", **run).returncode == 0

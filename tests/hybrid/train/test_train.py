@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from hybrid.runs import load_run
 from hybrid.train.checkpoint import newest_weights, tags_in
 from hybrid.train.distributed import TrainError
 from hybrid.train.monitor import read_metrics
+from hybrid.train.signals import STOPPED_EXIT_CODE, Signals
 
 from . import tiny
 
@@ -374,3 +376,32 @@ def test_data_that_is_not_there_is_prepared_once_for_all(two_ranks, tiny_recipe:
     )
     assert [summary.steps for summary in found] == [1, 1]
     assert (tmp_path / "data" / "report.json").is_file()
+
+
+def test_without_held_out_text_a_run_reports_no_score(rank_pools, tiny_recipe: Path, tmp_path: Path):
+    """Not 0.0, which would read as a perfect one."""
+    from hybrid.evaluate.summary import report
+
+    changes = {
+        "data__folder": tmp_path / "data",
+        "data__sources__text__validation": 0,
+        "train__eval_every": 2,
+    }
+    (summary,) = rank_pools(1).run(tiny.run, tiny_recipe, tmp_path / "run", **changes)
+    assert summary.steps == 4
+    assert math.isnan(summary.bits_per_byte)
+    assert math.isnan(summary.validation_loss)
+    assert not any("validation/loss" in line for line in read_metrics(tmp_path / "run"))
+    recipe = tiny.load(tiny_recipe, tmp_path / "run", **changes)
+    assert "bits per byte" not in report(recipe, summary)
+    assert "tokens trained on" in report(recipe, summary)
+
+
+def test_sigterm_ends_a_preparation_at_once_and_a_step_at_its_end():
+    with Signals() as signals:
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.stop
+        signals.at_once = True
+        with pytest.raises(SystemExit) as stopped:
+            signal.raise_signal(signal.SIGTERM)
+    assert stopped.value.code == STOPPED_EXIT_CODE
