@@ -13,9 +13,11 @@ chunk, S slots.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +34,24 @@ from .state import KVMState, contributions
 
 __all__ = ["Budget", "KVMSpec", "KVMState", "Routes", "kvm_attention"]
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
+
+def _uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Leave the function out of what torch.compile compiles: it would unroll the loop over chunks."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            # Only now, as `disable` loads the compiler, which takes a second.
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_uncompiled
 def kvm_attention(
     q: Tensor,
     k: Tensor,
@@ -86,13 +105,13 @@ def kvm_attention(
     norm = Norm(norm_weight.to(wide), norm_bias.to(wide))
     call = Call(spec, norm, 1 / math.sqrt(q.shape[-1]), routes, want_margins, statistics)
     temperatures = (front_temperature, state_temperature)
-    front, back = (q if t is None else (q * t.to(wide)[:, None]).to(q.dtype) for t in temperatures)
+    queries = Queries(q, *(None if t is None else t.to(wide)[:, None] for t in temperatures))
     with torch.autocast(q.device.type, enabled=False):
         if lengths:
-            y, made = _packed(call, (front, back), k, v, gate, lengths)
+            y, made = _packed(call, queries, k, v, gate, lengths)
             return y, None, made
         start = KVMState.empty(k, gate is not None) if state is None else _taken(state)
-        y, after, made = _sequences(call, (front, back), k, v, gate, start, want_state)
+        y, after, made = _sequences(call, queries, k, v, gate, start, want_state)
     return y, after if want_state else None, made
 
 
@@ -118,16 +137,16 @@ def attend(
     if slots is not None:
         keys.append(slots[0].transpose(1, 2))
         values.append(slots[1].transpose(1, 2))
-    y, lse = joined_attention(list(queries), keys, values, parts, call.scale)
+    scaled = list(queries.scaled())
+    y, lse = joined_attention(scaled, keys, values, parts, call.scale)
     if call.statistics is None:
         return y, None
     mass = torch.zeros_like(lse)
     with torch.no_grad():
         for part in parts:
             if part.key == 1:
-                mass[part.q_rows, :, part.q_tokens] = part_share(
-                    list(queries), keys, values, part, lse, call.scale
-                )
+                share = part_share(scaled, keys, values, part, lse, call.scale)
+                mass[part.q_rows, :, part.q_tokens] = share
     return y, mass.transpose(1, 2)
 
 
@@ -193,11 +212,11 @@ def _sequences(
         return _whole_chunks(call, queries, k, v, gate, state, want_state)
     call_head = replace(call, statistics=None)
     cut = [room, tokens - room]
-    (front, front_rest), (back, back_rest) = (x.split(cut, 1) for x in queries)
+    queries, queries_rest = queries.split(cut)
     (k, k_rest), (v, v_rest) = (x.split(cut, 1) for x in (k, v))
     gate, gate_rest = (None, None) if gate is None else gate.split(cut, 1)
-    head, state, made = _within_chunk(call_head, (front, back), k, v, gate, state)
-    rest = (front_rest, back_rest), k_rest, v_rest, gate_rest
+    head, state, made = _within_chunk(call_head, queries, k, v, gate, state)
+    rest = queries_rest, k_rest, v_rest, gate_rest
     tail, state, more = _whole_chunks(call, *rest, state, want_state)
     return torch.cat((head, tail), 1), state, _joined([made, more])
 
@@ -241,7 +260,7 @@ def _update(call: Call, state: KVMState, number: int) -> Routes:
     values, gate = v.transpose(1, 2), None if gate is None else gate.transpose(1, 2)
     step = Update(number, k.shape[0], state.slots, spec.growth(state.slots, number))
     starts = [(b, 0) for b in range(k.shape[0])]
-    choice = decide(call, keys, gate, [step], state.sums().keys, starts)
+    choice = decide(call, [(keys, gate)], [step], state.sums().keys, starts)
     added = contributions(keys, values, gate, choice.founds, [step], spec)
     state.absorb(added, choice.slot, step, spec)
     return _routes(choice, number * spec.chunk)
@@ -341,10 +360,11 @@ def _packed(
         for place, (i, piece) in enumerate(zip(long, heads.split(own_lengths, 1), strict=True)):
             y[i], made[i] = piece, _routes(choice, 0, [_rows_of(steps, place)])
     if len(long) < len(lengths):
-        pieces = zip(*(x.split(list(lengths), 1) for x in (*queries, k, v)), strict=True)
-        for i, (front, back, own_k, own_v) in enumerate(pieces):
+        own_queries = queries.split(lengths)
+        pieces = zip(*(x.split(list(lengths), 1) for x in (k, v)), strict=True)
+        for i, (own_k, own_v) in enumerate(pieces):
             if i not in y:
-                y[i], _ = attend(call, (front, back), own_k, own_v, None, [Part(mask=Mask.LOWER)])
+                y[i], _ = attend(call, own_queries[i], own_k, own_v, None, [Part(mask=Mask.LOWER)])
                 first = own_k[:, : absorbed[i]].detach().transpose(1, 2)
                 made[i] = _routes(first_slots(first, margins=call.margins), 0)
     if not long and call.statistics is not None:

@@ -1,8 +1,9 @@
 """The four steps of KVM attention for many chunks at once, on a grid of chunks.
 
-Routing comes first, for all chunks. The rest goes by groups of updates whose slots take little memory:
-accumulate their slots, read them, and let the chunks that see them attend. The backward walks the groups in
-reverse and makes their slots again, so nothing of the size of all chunks' slots is ever kept.
+Routing comes first, for all chunks. The rest goes by groups of chunks (see `groups`), whose keys, values and
+slots take little memory: accumulate their slots, read them, and let the chunks that see them attend. The
+backward walks the groups in reverse and makes their slots again. So beside the inputs, the outputs and their
+gradients nothing as long as the sequence is ever made or kept.
 
 Shapes: R grid rows of queries, or rows entering the state (ordered by update, then by sequence), C tokens of
 a chunk, H query heads, G key/value heads, S slots, D head size.
@@ -10,30 +11,40 @@ a chunk, H query heads, G key/value heads, S slots, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..base import LayerError
-from ..softmax import Part
-from ..softmax.grid import ChunkGrid, rows
-from ..softmax.joined import Gradient, Joint, part_gradients
+from ..softmax.grid import ChunkGrid
+from ..softmax.joined import Gradient, Joint, Rows, part_gradients
 from ..softmax.kernels import choose
+from .groups import Group, groups
 from .routing import Choice, Norm, Routes, first_slots, prepare, route
 from .spec import KVMSpec, Update
 from .state import Sums, accumulate, accumulate_backward, contributions, read
 
-GROUP_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""Slots of a group, as sums and in read form, take about so many bytes..."""
-GROUP_UPDATES = 8
-"""... but a group has at least so many updates, as the slots before each group are kept for the backward."""
 
-Queries = tuple[Tensor, Tensor]
-"""The queries for window keys and for slots (each with its temperature multiplied in)."""
+class Queries(NamedTuple):
+    """Queries and what multiplies them, for window keys and for slots (None: 1)."""
+
+    q: Tensor  # [..., H, D]
+    front: Tensor | None  # [H, 1], in at least fp32
+    back: Tensor | None
+
+    def scaled(self) -> tuple[Tensor, Tensor]:
+        """The queries for window keys and those for slots."""
+        q = self.q
+        front, back = (q if t is None else (q * t).to(q.dtype) for t in (self.front, self.back))
+        return front, back
+
+    def split(self, lengths: Sequence[int]) -> list[Self]:
+        """Cut `[B, T, H, D]` by tokens."""
+        return [self._replace(q=q) for q in self.q.split(list(lengths), 1)]
 
 
 @dataclass(frozen=True)
@@ -79,26 +90,17 @@ def on_grid(
         Heads by token `[B, T, H, D]`, the choices for the tokens that entered, and the slots after the last
         step (of the sequences that take part in it).
     """
-    spec, device = call.spec, k.device
-    k_rows, v_rows = grid.keys(k), grid.keys(v)
-    entering = rows([s.key(step.number) for step in steps for s in grid.spans[: step.sequences]], device)
-    keys = prepare(k_rows[entering], spec.rotary_dim, call.norm).transpose(1, 2)
-    gate_rows = None if gate is None else grid.keys(gate)[entering].transpose(1, 2)
-    choice = decide(call, keys, gate_rows, steps, None if base is None else base.keys, starts)
-    added = contributions(keys, v_rows[entering].transpose(1, 2), gate_rows, choice.founds, steps, spec)
-    front, back = (grid.queries(q) for q in queries)
-    plan = _Plan(
-        spec,
-        call.scale,
-        choose(front),
-        grid.window_parts(spec.window_chunks, device),
-        _groups(spec, grid, steps, added, device),
-        torch.is_grad_enabled(),
-    )
+    spec = call.spec
+    q, k, v = grid.queries(queries.q), grid.keys(k), grid.keys(v)
+    gate = None if gate is None else grid.keys(gate)
+    slot_bytes = k.shape[2] * (2 * k.shape[3] + 1) * call.norm.weight.element_size()
+    walk = groups(spec, grid, steps, slot_bytes, k.device)
+    entering = _entering(call, walk, k, gate)
+    choice = decide(call, entering, steps, None if base is None else base.keys, starts)
+    plan = _Plan(spec, call.scale, choose(q), walk, torch.is_grad_enabled(), call.statistics is not None)
+    operands = _Operands(q, k, v, gate, queries.front, queries.back, *call.norm)
     before = (None, None, None) if base is None else base
-    y, window, whole, *last = _Chunks.apply(
-        plan, front, back, k_rows, v_rows, choice.slot, *added, *before, *call.norm
-    )
+    y, window, whole, *last = _Chunks.apply(plan, choice.slot, choice.founds, *operands, *before)
     if call.statistics is not None:
         mass = grid.tokens_of((1 - torch.exp(window - whole)).transpose(1, 2))
         numbers = [max(s.end - 1 - spec.window_chunks, 0) for s in grid.spans]
@@ -108,21 +110,34 @@ def on_grid(
     return grid.tokens_of(y), choice, Sums(*last)
 
 
+Entering = tuple[Tensor, Tensor | None]
+"""Prepared keys `[n, G, C, D]` of one update and their gates `[n, G, C]`."""
+
+
+def _entering(call: Call, walk: list[Group], k: Tensor, gate: Tensor | None) -> Iterator[Entering]:
+    """What enters the state, update by update, made when it is needed."""
+    for group in walk:
+        sizes = [step.sequences for step in group.steps]
+        keys = prepare(k[group.entering], call.spec.rotary_dim, call.norm).transpose(1, 2).split(sizes)
+        gates = [None] * len(sizes) if gate is None else gate[group.entering].transpose(1, 2).split(sizes)
+        yield from zip(keys, gates, strict=True)
+
+
+@torch.no_grad()
 def decide(
     call: Call,
-    keys: Tensor,
-    gate: Tensor | None,
+    entering: Iterable[Entering],
     steps: Sequence[Update],
     base: Tensor | None,
     starts: list[tuple[int, int]],
 ) -> Choice:
-    """Where the steps' tokens go: routed, or as given. `keys` are prepared, `[R, G, C, D]`."""
+    """Where the steps' tokens go: routed, or as given."""
     if call.replay is None:
-        return route(keys, gate, steps, call.spec, call.norm, base, call.margins)
+        return route(entering, steps, call.spec, call.norm, base, call.margins)
     found = []
     for step in steps:
         if step.number == 0:
-            found.append(first_slots(keys[: step.sequences]))
+            found.append(first_slots(next(iter(entering))[0]))
         else:
             found += [
                 _given(call.replay, b, start + step.number * call.spec.chunk, call.spec.chunk)
@@ -144,63 +159,54 @@ def _given(routes: Routes, batch_row: int, position: int, count: int) -> Choice:
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Updates whose slots exist at the same time."""
-
-    steps: list[Update]
-    rows: slice  # among all rows that enter the state
-    parts: list[Part]  # queries of the grid over the group's slots
-
-
-@dataclass(frozen=True)
 class _Plan:
     spec: KVMSpec
     scale: float
     kernel: str
-    window: list[Part]
-    groups: list[_Group]
+    groups: list[Group]
     differentiable: bool
+    statistics: bool
 
 
-def _groups(
-    spec: KVMSpec, grid: ChunkGrid, steps: list[Update], added: Sums, device: torch.device
-) -> list[_Group]:
-    heads, size = added.keys.shape[1], added.keys.shape[3]
-    slot = 2 * heads * (2 * size + 1) * added.keys.element_size()
-    limit = GROUP_BYTES["cpu" if device.type == "cpu" else "cuda"]
-    bundles: list[list[Update]] = [[]]
-    for step in steps:
-        last = bundles[-1]
-        full = sum(s.sequences for s in (*last, step)) * step.after * slot > limit
-        if full and len(last) >= GROUP_UPDATES:
-            bundles.append([step])
-        else:
-            last.append(step)
-    groups, row = [], 0
-    for bundle in bundles:
-        count = sum(step.sequences for step in bundle)
-        parts = _slot_parts(spec, grid, bundle, device)
-        groups.append(_Group(bundle, slice(row, row + count), parts))
-        row += count
-    return groups
+class _Operands(NamedTuple):
+    """What gradients are for, or gradients: of `q` `[R, C, H, D]`, `k` and `v` `[K, C, G, D]`, `gate`
+    `[K, C, G]`, the temperatures `[H, 1]` and the norm `[D]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+    front: Tensor | None
+    back: Tensor | None
+    weight: Tensor
+    bias: Tensor
+
+    @property
+    def norm(self) -> Norm:
+        return Norm(self.weight, self.bias)
+
+    def queries(self, group: Group) -> Queries:
+        return Queries(self.q[group.queries], self.front, self.back)
+
+    def entering(self, group: Group) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        """What the group's contributions are made of."""
+        gate = None if self.gate is None else self.gate[group.entering]
+        return self.k[group.entering], self.v[group.entering], gate, self.weight, self.bias
 
 
-def _slot_parts(spec: KVMSpec, grid: ChunkGrid, steps: list[Update], device: torch.device) -> list[Part]:
-    """Chunks over their slots; successive updates that leave equally many slots make one part."""
-    runs: list[tuple[int, int, list[int]]] = []  # slots, first row of slots, query rows
-    row = 0
-    for step in steps:
-        reader = step.number + spec.window_chunks
-        readers = [s.query(reader) for s in grid.spans[: step.sequences] if s.first <= reader < s.end]
-        if readers and runs and runs[-1][0] == step.after:
-            runs[-1][2].extend(readers)
-        elif readers:
-            runs.append((step.after, row, readers))
-        row += step.sequences
-    return [
-        Part(rows(readers, device), k_rows=slice(first, first + len(readers)), k_tokens=slice(0, slots))
-        for slots, first, readers in runs
-    ]
+def _contributions(
+    plan: _Plan,
+    group: Group,
+    founds: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+) -> Sums:
+    keys = prepare(k, plan.spec.rotary_dim, Norm(weight, bias)).transpose(1, 2)
+    gate = None if gate is None else gate.transpose(1, 2)
+    return contributions(keys, v.transpose(1, 2), gate, founds[group.rows], group.steps, plan.spec)
 
 
 class _Chunks(torch.autograd.Function):
@@ -208,32 +214,39 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, front: Tensor, back: Tensor, k: Tensor, v: Tensor, slot: Tensor, *more: Any
-    ) -> tuple[Tensor, ...]:
-        """`more`: added sums, base sums (or None), and the norm's weight and bias.
+        ctx: Any, plan: _Plan, slot: Tensor, founds: Tensor, *tensors: Any
+    ) -> tuple[Tensor | None, ...]:
+        """`tensors`: operands, and base sums (or None).
 
-        Returns heads `[R, C, H, D]`, log-sum-exp `[R, H, C]` over the window and over all keys, and the slots
-        after the last update.
+        Returns heads `[R, C, H, D]`, log-sum-exp `[R, H, C]` over the window (where statistics are wanted)
+        and over all keys, and the slots after the last update.
         """
-        added, before, norm = Sums(*more[:3]), _sums(more[3:6]), Norm(*more[6:])
-        joint = Joint(front)
-        joint.add(plan.kernel, [front], [k], [v], plan.window, plan.scale)
-        window = joint.lse.clone()
+        x, before = _Operands(*tensors[:8]), _sums(tensors[8:])
+        rows, chunk, heads, _ = x.q.shape
+        y = x.q.new_empty(x.q.shape)
+        lse = x.weight.new_empty(rows, heads, chunk)
+        window = torch.empty_like(lse) if plan.statistics else None
         kept = []
         for group in plan.groups:
             if plan.differentiable:
                 kept.append(before)
-            here = added.select(group.rows)
-            states = accumulate(here, slot[group.rows], group.steps, plan.spec, before)
-            if group.parts:
-                keys, values = (x.transpose(1, 2) for x in read(states, norm, plan.spec, k.dtype))
-                joint.add(plan.kernel, [back], [keys], [values], group.parts, plan.scale)
+            front, back = x.queries(group).scaled()
+            joint = Joint(front)
+            k, v = x.k[group.keys], x.v[group.keys]
+            joint.add(plan.kernel, [front], [k], [v], group.window, plan.scale)
+            if window is not None:
+                window[group.queries] = joint.lse
+            added = _contributions(plan, group, founds, *x.entering(group))
+            states = accumulate(added, slot[group.rows], group.steps, plan.spec, before)
+            if group.slots:
+                keys, values = (s.transpose(1, 2) for s in read(states, x.norm, plan.spec, k.dtype))
+                joint.add(plan.kernel, [back], [keys], [values], group.slots, plan.scale)
+            y[group.queries], lse[group.queries] = joint.result()
             before = _ending(states, group.steps)
-        y, lse = joint.result()
-        starts = [x for sums in kept if sums for x in sums]
-        ctx.save_for_backward(front, back, k, v, slot, y, lse, *added, *norm, *starts)
-        ctx.plan, ctx.has_base = plan, more[3] is not None
-        ctx.mark_non_differentiable(window, lse)
+        starts = [s for sums in kept if sums for s in sums]
+        ctx.save_for_backward(slot, founds, y, lse, *x, *starts)
+        ctx.plan, ctx.has_base = plan, tensors[8] is not None
+        ctx.mark_non_differentiable(lse, *([] if window is None else [window]))
         ctx.set_materialize_grads(False)
         assert before is not None
         return y, window, lse, *before
@@ -242,44 +255,86 @@ class _Chunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _window: Any, _lse: Any, *grad_last: Any) -> tuple[Any, ...]:
         plan: _Plan = ctx.plan
-        front, back, k, v, slot, y, lse, *more = ctx.saved_tensors
-        added, norm, kept = Sums(*more[:3]), Norm(*more[3:5]), list(more[5:])
+        slot, founds, y, lse, *more = ctx.saved_tensors
+        x, kept = _Operands(*more[:8]), list(more[8:])
         if grad is None:
             grad = torch.zeros_like(y)
-        joint = (grad, y, lse)
-        d_front, d_back, d_k, d_v = (Gradient(x) for x in (front, back, k, v))
-        part_gradients(
-            plan.kernel, joint, [front], [k], [v], plan.window, plan.scale, ([d_front], [d_k], [d_v])
-        )
-        d_norm = [torch.zeros_like(x) for x in norm]
-        d_added: list[Sums] = []
+        d = _gradients(x)
         carry = _sums(grad_last)
         for group in reversed(plan.groups):
             before = Sums(*kept[-3:]) if kept else None
             del kept[-3:]
+            joint = grad[group.queries], y[group.queries], lse[group.queries]
+            with torch.enable_grad():
+                leaves: list[Any] = [
+                    t if t is None else t.detach().requires_grad_() for t in x.entering(group)
+                ]
+                added = _contributions(plan, group, founds, *leaves)
             here = slot[group.rows]
-            states = accumulate(added.select(group.rows), here, group.steps, plan.spec, before)
-            d_states = _read_backward(plan, group, states, norm, joint, back, d_back, d_norm)
-            d_here, carry = accumulate_backward(d_states, here, group.steps, plan.spec, before, carry)
-            d_added.append(d_here)
-        d_more = [torch.cat(x) for x in zip(*reversed(d_added), strict=True)]
+            states = accumulate(Sums(*(s.detach() for s in added)), here, group.steps, plan.spec, before)
+            d_states = _attend_backward(plan, group, states, x, d, joint)
+            d_added, carry = accumulate_backward(d_states, here, group.steps, plan.spec, before, carry)
+            _contributions_backward(group, added, leaves, d_added, d)
         base = carry if ctx.has_base and carry is not None else (None, None, None)
-        operands = (x.result() for x in (d_front, d_back, d_k, d_v))
-        return None, *operands, None, *d_more, *base, *d_norm
+        found = (
+            None if t is None or like is None else t.to(like.dtype) for t, like in zip(d, x, strict=True)
+        )
+        return None, None, None, *found, *base
+
+
+def _gradients(x: _Operands) -> _Operands:
+    """Gradients to be filled: of the queries by writing, of all others by adding, in at least fp32."""
+
+    def zeros(like: Tensor | None) -> Any:
+        return None if like is None else torch.zeros(like.shape, dtype=x.weight.dtype, device=like.device)
+
+    return _Operands(x.q.new_empty(x.q.shape), *(zeros(like) for like in x[1:]))
+
+
+def _attend_backward(
+    plan: _Plan,
+    group: Group,
+    states: Sums,
+    x: _Operands,
+    d: _Operands,
+    joint: tuple[Tensor, Tensor, Tensor],
+) -> Sums:
+    """Gradients of a group's sums through reading and attending; adds the queries' and window's."""
+    queries = x.queries(group)
+    front, back = queries.scaled()
+    k, v = x.k[group.keys], x.v[group.keys]
+    d_front, d_back, d_k, d_v = (Gradient(t) for t in (front, back, k, v))
+    part_gradients(plan.kernel, joint, [front], [k], [v], group.window, plan.scale, ([d_front], [d_k], [d_v]))
+    _add(d.k, group.keys, d_k.total)
+    _add(d.v, group.keys, d_v.total)
+    d_states = _read_backward(plan, group, states, x.norm, joint, back, d_back, d.norm)
+    whole: Tensor | None = None
+    for slope, scale, total in ((d_front, x.front, d.front), (d_back, x.back, d.back)):
+        if slope.total is None:
+            continue
+        share = slope.total
+        if scale is not None:
+            assert total is not None
+            total += (share * queries.q).sum(-1).sum((0, 1))[:, None]
+            share *= scale
+        whole = share if whole is None else whole.add_(share)
+    assert whole is not None
+    d.q[group.queries] = whole.to(d.q.dtype)
+    return d_states
 
 
 def _read_backward(
     plan: _Plan,
-    group: _Group,
+    group: Group,
     states: Sums,
     norm: Norm,
     joint: tuple[Tensor, Tensor, Tensor],
     back: Tensor,
     d_back: Gradient,
-    d_norm: list[Tensor],
+    d_norm: Norm,
 ) -> Sums:
-    """Gradients of a group's sums through reading and attending; adds to the queries' and the norm's."""
-    if not group.parts:
+    """Gradients of a group's sums; adds to the queries' and the norm's."""
+    if not group.slots:
         return Sums(*(torch.zeros_like(x) for x in states))
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (*states, *norm)]
@@ -292,15 +347,39 @@ def _read_backward(
         [back],
         seen[:1],
         seen[1:],
-        group.parts,
+        group.slots,
         plan.scale,
         ([d_back], [d_keys], [d_values]),
     )
     heads_first = [x.result().transpose(1, 2) for x in (d_keys, d_values)]
     *d_states, d_weight, d_bias = torch.autograd.grad((keys, values), leaves, heads_first)
-    d_norm[0] += d_weight
-    d_norm[1] += d_bias
+    d_norm.weight.add_(d_weight)
+    d_norm.bias.add_(d_bias)
     return Sums(*d_states)
+
+
+def _contributions_backward(group: Group, added: Sums, leaves: list[Any], slopes: Sums, d: _Operands) -> None:
+    """Add the share of what entered the state."""
+    sums, slopes_of = zip(
+        *((s, t) for s, t in zip(added, slopes, strict=True) if s.requires_grad), strict=True
+    )
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    found = iter(torch.autograd.grad(sums, wanted, slopes_of, allow_unused=True))
+    shares: list[Any] = [None if leaf is None else next(found) for leaf in leaves]
+    for total, share in zip((d.k, d.v, d.gate), shares, strict=False):
+        if share is not None:
+            _add(total, group.entering, share)
+    d.weight.add_(shares[3])
+    d.bias.add_(shares[4])
+
+
+def _add(total: Tensor | None, rows: Rows, share: Tensor | None) -> None:
+    assert total is not None
+    assert share is not None
+    if isinstance(rows, slice):
+        total[rows] += share
+    else:
+        total.index_add_(0, rows, share.to(total.dtype))
 
 
 def _sums(tensors: Sequence[Tensor | None]) -> Sums | None:

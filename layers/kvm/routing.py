@@ -9,7 +9,7 @@ of a chunk, S slots, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,8 +63,7 @@ def prepare(keys: Tensor, rotary_dim: int, norm: Norm) -> Tensor:
 
 @torch.no_grad()
 def route(
-    keys_RGCD: Tensor,
-    gate_RGC: Tensor | None,
+    entering: Iterable[tuple[Tensor, Tensor | None]],
     steps: Sequence[Update],
     spec: KVMSpec,
     norm: Norm,
@@ -74,21 +73,19 @@ def route(
     """Decide on the tokens that enter the state in `steps`.
 
     Args:
-        keys_RGCD: prepared keys, in fp32 or wider.
-        gate_RGC: merge gates; None: all 1.
+        entering: of each step, the prepared keys `[n, G, C, D]`, in fp32 or wider, and merge gates
+            `[n, G, C]` (None: all 1) of its n sequences.
         key_sums: `[sequences, G, S, D]` of the state before the first step; None when that step is update 0.
     """
-    heads, size = keys_RGCD.shape[1], keys_RGCD.shape[3]
-    sums = keys_RGCD.new_zeros(steps[0].sequences, heads, steps[-1].after, size)
-    if key_sums is not None:
-        sums[:, :, : steps[0].before] = key_sums
-    read = norm(sums)
-    choices, row = [], 0
-    for step in steps:
-        rows = slice(row, row + step.sequences)
-        row = rows.stop
-        gate = None if gate_RGC is None else gate_RGC[rows]
-        keys, old = keys_RGCD[rows], read[: step.sequences, :, : step.before]
+    choices: list[Choice] = []
+    sums = read = norm.weight  # until the first keys tell their shape
+    for (keys, gate), step in zip(entering, steps, strict=True):
+        if not choices:
+            sums = keys.new_zeros(step.sequences, keys.shape[1], steps[-1].after, keys.shape[3])
+            if key_sums is not None:
+                sums[:, :, : step.before] = key_sums
+            read = norm(sums)
+        old = read[: step.sequences, :, : step.before]
         choice = _choose(keys, gate, old, step, spec, norm, margins)
         choices.append(choice)
         if step is not steps[-1]:
@@ -193,9 +190,9 @@ def _margins(novelty: Tensor, candidates: Tensor, appended: int) -> Tensor:
 def _move(sums: Tensor, read: Tensor, slot: Tensor, keys: Tensor, norm: Norm) -> None:
     """Add the keys to their slots' sums, in place, and bring those slots' read form up to date."""
     sequences, heads, _, size = keys.shape
-    slots = sums.shape[2]
-    first = torch.arange(sequences * heads, device=slot.device) * slots
-    index = (slot + first.view(sequences, heads, 1)).flatten()
-    sums.view(-1, size).index_add_(0, index, keys.flatten(0, 2))
+    first = torch.arange(sequences * heads, device=slot.device) * sums.shape[2]
+    # In the order [n, C, G], which keys have in memory.
+    index = (slot.transpose(1, 2) + first.view(sequences, 1, heads)).flatten()
+    sums.view(-1, size).index_add_(0, index, keys.transpose(1, 2).flatten(0, 2))
     touched = norm(sums.view(-1, size).index_select(0, index))
     read.view(-1, size).index_copy_(0, index, touched)  # a slot hit twice gets the same row twice

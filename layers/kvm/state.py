@@ -1,7 +1,7 @@
 """Steps 2 and 3 of KVM attention, `accumulate` and `read`, and the state carried between calls.
 
 A slot's sum after an update is a prefix sum, over updates, of the tokens routed to it. So the states of many
-updates are one scatter and a running sum, and their backward is the running sum reversed and a gather.
+updates are a running sum that tokens are added to, and their backward is that sum reversed and a gather.
 
 Shapes: R rows (chunks entering the state, ordered by update, then by sequence), G key/value heads, C tokens
 of a chunk, S slots, D head size.
@@ -58,8 +58,8 @@ def contributions(
             radius = length * own[..., None]
         else:
             radius = torch.ones_like(values[..., :1])
-        parts.append((gated_keys, gated_values, radius))
-    return Sums(*(torch.cat(x) for x in zip(*parts, strict=True)))
+        parts.append(Sums(gated_keys, gated_values, radius))
+    return parts[0] if len(parts) == 1 else Sums(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
 
 def _times(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -95,6 +95,7 @@ def accumulate_backward(
 ) -> tuple[Sums, Sums | None]:
     """Gradients of `added` and `before`, given those of the result (`grad`, which is overwritten) and of the
     slots after the last step, as used elsewhere (`grad_last`)."""
+    rows, heads, chunk = slot_RGC.shape
     added: list[Tensor] = []
     first: list[Tensor] = []
     for i, index in enumerate(_places(slot_RGC, steps, spec)):
@@ -105,36 +106,43 @@ def accumulate_backward(
         for this, after in pairwise(reversed(blocks)):
             after[: len(this)] += this
         size = states.shape[-1]
-        added.append(states.view(-1, size).index_select(0, index).view(*slot_RGC.shape, size))
+        tokens = states.view(-1, size).index_select(0, index)
+        added.append(tokens.view(rows, chunk, heads, size).transpose(1, 2))
         if before is not None:
             first.append(blocks[0][:, :, : before[i].shape[2]])
     return Sums(*added), Sums(*first) if first else None
 
 
 def _places(slot_RGC: Tensor, steps: Sequence[Update], spec: KVMSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Row of each token in the flattened states `[R * G * S, ...]`, for keys, values and radii."""
+    """Row of each token in the flattened states `[R * G * S, ...]`, for keys, values and radii; tokens in the
+    order `[R, C, G]`, which keys and values have in memory."""
     rows, heads, chunk = slot_RGC.shape
-    first = torch.arange(rows * heads, device=slot_RGC.device).view(rows, heads, 1) * steps[-1].after
-    place = (slot_RGC + first).flatten()
+    first = torch.arange(rows * heads, device=slot_RGC.device).view(rows, 1, heads) * steps[-1].after
+    place = (slot_RGC.transpose(1, 2) + first).flatten()
     if spec.values != "reference_counts":
         return place, place, place
     # The public code's rule: each update adds 1 to every slot, of which there are as many as tokens.
-    return place, place, (torch.arange(chunk, device=slot_RGC.device) + first).flatten()
+    return place, place, (torch.arange(chunk, device=slot_RGC.device)[:, None] + first).flatten()
 
 
 def _accumulate(added: Tensor, place: Tensor, steps: Sequence[Update], before: Tensor | None) -> Tensor:
-    """Scatter tokens into slots, then add up over updates: the rows of an update are the first sequences of
-    the update before."""
-    rows, heads, _, size = added.shape
-    states = added.new_zeros(rows * heads * steps[-1].after, size).index_add_(0, place, added.flatten(0, 2))
-    states = states.view(rows, heads, -1, size)
-    end = steps[0].sequences
-    if before is not None:
-        states[:end, :, : before.shape[2]] += before[:end]
+    """Copy the slots from update to update (the rows of one are the first sequences of the one before) and
+    add each one's tokens."""
+    rows, heads, chunk, size = added.shape
+    states = added.new_empty(rows, heads, steps[-1].after, size)
+    tokens = added.transpose(1, 2).flatten(0, 2)
     start = 0
-    for step in steps[1:]:
-        states[end : end + step.sequences] += states[start : start + step.sequences]
-        start, end = end, end + step.sequences
+    for step in steps:
+        end = start + step.sequences
+        here = states[start:end]
+        held = 0 if before is None else before.shape[2]
+        if before is not None:
+            here[:, :, :held] = before[: step.sequences]
+        if held < here.shape[2]:
+            here[:, :, held:] = 0
+        span = slice(start * heads * chunk, end * heads * chunk)
+        states.view(-1, size).index_add_(0, place[span], tokens[span])
+        before, start = here, end
     return states
 
 

@@ -104,14 +104,9 @@ class ChunkGrid:
         """Every query row's sequence and chunk index, in the order of rows."""
         return [(span, chunk) for span in self.spans for chunk in range(span.first, span.end)]
 
-    def window_parts(
-        self, window_chunks: int, device: torch.device, chunks: Sequence[tuple[Span, int]] | None = None
-    ) -> list[Part]:
-        """Every chunk over itself, causally, and over the `window_chunks - 1` chunks before it.
-
-        `chunks`: which ones, if not all; query rows of the parts count in this list.
-        """
-        chunks = self.chunks() if chunks is None else chunks
+    def window_parts(self, window_chunks: int, device: torch.device) -> list[Part]:
+        """Every chunk over itself, causally, and over the `window_chunks - 1` chunks before it."""
+        chunks = self.chunks()
         parts = []
         for back in range(window_chunks):
             seen = [(i, s.key(c - back)) for i, (s, c) in enumerate(chunks) if c - back >= s.first - s.held]

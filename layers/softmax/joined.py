@@ -89,7 +89,10 @@ class Joint:
             before = self.lse[at_lse]
             after = torch.logaddexp(before, own)
             keep, add = (torch.exp(x - after).transpose(1, 2)[..., None] for x in (before, own))
-            self.out[at_out] = torch.addcmul(self.out[at_out] * keep, share.to(self.dtype), add)
+            if isinstance(part.q_rows, slice):
+                self.out[at_out].mul_(keep).addcmul_(share.to(self.dtype), add)
+            else:
+                self.out[at_out] = torch.addcmul(self.out[at_out] * keep, share.to(self.dtype), add)
             self.lse[at_lse] = after
 
     def result(self) -> tuple[Tensor, Tensor]:
