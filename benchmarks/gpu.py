@@ -55,7 +55,6 @@ from hybrid.bench.runs import (  # noqa: E402
 )
 from hybrid.bench.timing import alternate, seconds  # noqa: E402
 from hybrid.layers.kvm import chunks  # noqa: E402
-from hybrid.layers.kvm import mixer as kvm_mixer  # noqa: E402
 from hybrid.layers.softmax import kernels  # noqa: E402
 from hybrid.model import HybridLM  # noqa: E402
 from hybrid.recipe import load  # noqa: E402
@@ -268,29 +267,27 @@ def train(plan: Plan, note: Note) -> None:
 
 
 def compiled(plan: Plan, note: Note) -> None:
-    """The same with every block under torch.compile, but for the KVM operator: its loop over chunks would be
-    unrolled. Then every part by itself, to see which gains."""
+    """The same with every block under torch.compile (which leaves out the KVM operator), then every part by
+    itself, to see which gains."""
     torch._dynamo.config.recompile_limit = 64  # blocks share their code
-    outside = torch.compiler.disable(kvm_mixer.kvm_attention)
     for name in plan.recipes[:2]:
         if plan.left < 60:
             note(name, f"left out: {plan.left:.0f} s remained")
             continue
         recipe = load(name, plan.overrides)
         trainer = _trainer(recipe, plan)
-        with mock.patch.object(kvm_mixer, "kvm_attention", outside):
-            for block in trainer.model.blocks:
-                block.compile(backend=plan.backend, dynamic=False)
-            first = seconds(trainer.step, plan.device)
-            found = {"first_step_seconds": first} | _steps(trainer, recipe, plan.train, plan)
-            _report(f"{name}, compiled blocks", found, note)
+        for block in trainer.model.blocks:
+            block.compile(backend=plan.backend, dynamic=False)
+        first = seconds(trainer.step, plan.device)
+        found = {"first_step_seconds": first} | _steps(trainer, recipe, plan.train, plan)
+        _report(f"{name}, compiled blocks", found, note)
+        del trainer
+        if plan.left > 60 and name == plan.recipes[0]:
+            trainer = _trainer(recipe, plan)
+            parts = step_parts(trainer, Parts(trainer.model, plan.device, plan.backend))
+            entries = _utilisation(trainer, recipe, parts, plan)
+            _report(f"{name}, compiled parts", {"parts": entries}, note)
             del trainer
-            if plan.left > 60 and name == plan.recipes[0]:
-                trainer = _trainer(recipe, plan)
-                parts = step_parts(trainer, Parts(trainer.model, plan.device, plan.backend))
-                entries = _utilisation(trainer, recipe, parts, plan)
-                _report(f"{name}, compiled parts", {"parts": entries}, note)
-                del trainer
         torch.compiler.reset()
 
 
