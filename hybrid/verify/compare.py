@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .vectors import Case, Tensors
+from .vectors import Case, Tensors, VerifyError
 
 BF16_TO_FP32 = 2**16
 """Ratio of the two roundings."""
@@ -25,6 +25,13 @@ class Setting:
     device: str = "cpu"
     precision: str = "fp32"
     """fp32 (as stored) or bf16."""
+
+    def __post_init__(self) -> None:
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+            reason = str(error).splitlines()[0]
+            raise VerifyError(f"device '{self.device}' cannot be used here: {reason}") from error
 
     @property
     def rounded(self) -> bool:

@@ -91,7 +91,7 @@ def _entries(index: Path) -> list[tuple[str, dict[str, Any]]]:
         raise VerifyError(f"{index}: cannot be read ({error.strerror})") from error
     except json.JSONDecodeError as error:
         raise VerifyError(f"{index}: not valid JSON (line {error.lineno}: {error.msg})") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         kind = type(error).__name__
         raise VerifyError(f"{index}: has no readable list of cases ({kind}: {error})") from error
 

@@ -143,6 +143,17 @@ def test_missing_and_damaged_files_fail_in_words(folder):
     assert set(statuses(results).values()) == {"fail"}
 
 
+def test_a_device_that_is_not_there_is_refused_before_any_case():
+    with pytest.raises(VerifyError, match="device 'abacus' cannot be used here"):
+        Setting("abacus")
+
+
+def test_an_index_nested_too_deep_is_refused_in_words(folder):
+    (folder / "index.json").write_text("[" * 100_000)
+    with pytest.raises(VerifyError, match="has no readable list of cases"):
+        check_folder(folder)
+
+
 def test_tensors_that_are_not_as_indexed_fail_in_words(folder):
     change(folder, "core_fixed_T5.safetensors", lambda t: t.pop("state.s_k"))
     assert "has no tensor 'state.s_k'" in only(check_folder(folder), "core_fixed_T5").reason
