@@ -151,6 +151,11 @@ class Block(nn.Module):
         lasts = [last_token(row) if shifts else None for row in h.split(context.lengths, 1)]
         return [BlockState(one.position, one, last) for one, last in zip(mixer_state, lasts, strict=True)]
 
+    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+        """As `Mixer.cut_bytes`, with the feed-forward's token shift."""
+        halo = rows * (size - 1) * self.norm_ffn.size * element_size if self.ffn.x_k is not None else 0
+        return self.mixer.cut_bytes(rows, tokens, size, element_size) + halo
+
     def reset_parameters(self) -> None:
         self.norm_mixer.reset_parameters()
         self.norm_ffn.reset_parameters()

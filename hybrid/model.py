@@ -17,6 +17,7 @@ from .block import Block, ModelError
 from .initialise import INITS, embedding, head
 from .layer_table import LayerSpec, layer_specs
 from .layers.base import Context, Flops, LayerError, Mixer, Site, initialise
+from .layers.cut import SequenceCut
 from .layers.norms import make_norm
 from .layers.registry import mixer_class
 from .loss import IGNORE, Head, Loss
@@ -87,6 +88,7 @@ class HybridLM(nn.Module):
         routes: dict[int, Any] | None = None,
         statistics: dict[str, Tensor] | None = None,
         want_state: bool = True,
+        cut: SequenceCut | None = None,
     ) -> tuple[Tensor, Any] | Loss:
         """Read tokens, going on from `state`; any split of a sequence into calls gives one call's result.
 
@@ -100,6 +102,8 @@ class HybridLM(nn.Module):
             routes: layer -> routing decisions; a layer found there replays them, another records its own.
             statistics: dict that mixers fill with scalars for monitoring, keyed `layer/name`.
             want_state: False saves the work of keeping a state. With labels none is kept.
+            cut: how the rows are cut over ranks; ids, labels and logits are then of this rank's chunk, and
+                there are no states. It knows the documents: leave cu_seqlens out.
 
         Returns:
             Without labels `(logits, state)`: fp32 `[B, T, V]`, and HybridState (packed: a list of them; None
@@ -110,7 +114,7 @@ class HybridLM(nn.Module):
             ModelError, StateError, LayerError: inputs that do not fit, before any state is changed.
         """
         self._check_ids(ids, labels)
-        context = Context.of(ids, cu_seqlens, want_state=want_state and labels is None)
+        context = Context.of(ids, cu_seqlens, want_state=want_state and labels is None, cut=cut)
         context.routes, context.statistics = routes, statistics
         hidden, after = self._hidden(ids, context, self._block_states(state, context, ids.shape[0]))
         if labels is None:
@@ -236,6 +240,10 @@ class HybridLM(nn.Module):
         """Bytes of one sequence's state after `context` tokens."""
         shift = self.section.hidden_size * element_size if self.section.ffn_token_shift else 0
         return sum(block.mixer.state_bytes(context, element_size) + shift for block in self._blocks())
+
+    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int = 4) -> list[int]:
+        """Of every block, as `Mixer.cut_bytes`."""
+        return [block.cut_bytes(rows, tokens, size, element_size) for block in self._blocks()]
 
     def parameter_parts(self) -> dict[str, int]:
         """Parameters by part, summing to the whole: embedding, mixers by kind, feed-forward, norms, head."""

@@ -66,19 +66,19 @@ class AttentionMixer(ProjectedMixer):
     def mix(
         self, x: Tensor, context: Context, state: AttentionState | None
     ) -> tuple[Tensor, AttentionState | None]:
-        q, k, v, shift = self.project(x, context, state)
+        q, k, v, shift, _ = self.project(x, context, state)
         state = state or AttentionState()
         k, v, rows = self._append(state, k, v)
         y = self.attend(q, k, v, state, context)
         if not context.want_state:
-            return self.output(y, x), None
+            return self.output(y, x, context), None
         position = state.position + x.shape[1]
         sinks = self._sinks(k, v, state, position)
         count = self.keys_kept(position)
         k, v = (_keep_last(t, count, own) for t, own in zip((k, v), rows or (None, None), strict=True))
         after = AttentionState(position, *shift, k, v, *sinks)
         after._rows = rows
-        return self.output(y, x), after
+        return self.output(y, x, context), after
 
     def _append(
         self, state: AttentionState, k: Tensor, v: Tensor
@@ -154,7 +154,7 @@ class FullAttention(AttentionMixer):
     Options = ProjectionOptions
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, context: Context) -> Tensor:
-        return attention(q, k, v, causal=True, lengths=context.lengths)[0]
+        return attention(q, k, v, causal=True, lengths=context.whole)[0]
 
     def keys_kept(self, position: int) -> int:
         return position
@@ -190,7 +190,7 @@ class SlidingWindow(AttentionMixer):
         return head_dim // 2 * 2
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, context: Context) -> Tensor:
-        return attention(q, k, v, causal=True, window=self.options.window, lengths=context.lengths)[0]
+        return attention(q, k, v, causal=True, window=self.options.window, lengths=context.whole)[0]
 
     def longest_append(self) -> int:
         return self.options.window
@@ -245,7 +245,7 @@ class BlockWindow(AttentionMixer):
             position=state.position,
             sink_k=state.sink_k,
             sink_v=state.sink_v,
-            lengths=context.lengths,
+            lengths=context.whole,
         )
         return y
 

@@ -13,11 +13,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, ClassVar, Self
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .cut import SequenceCut
 
 
 class LayerError(ValueError):
@@ -86,19 +89,54 @@ class Context:
     """What layers of this call compute alike, by a key of their own: rotary tables."""
     statistics: dict[str, Tensor] | None = None
     """Where mixers leave scalars for monitoring, keyed `layer_index/name`; None: do not compute them."""
+    cut: SequenceCut | None = None
+    """How the row is cut over ranks. Then x and the fields above are of this rank's chunk alone, whose first
+    piece may go on with the document that the rank before ends with (`cut.continues`)."""
 
     @classmethod
     def of(
-        cls, x: Tensor, cu_seqlens: Tensor | None = None, *, want_state: bool = True, **more: Any
+        cls,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        want_state: bool = True,
+        cut: SequenceCut | None = None,
+        **more: Any,
     ) -> Context:
-        """Context of a call with input `x` `[B, T, ...]`.
+        """Context of a call with input `x` `[B, T, ...]`; with a `cut`, which knows the documents, `x` is
+        this rank's chunk.
 
-        Raises LayerError when there are no tokens, or `cu_seqlens` does not cut the row into non-empty
-        documents.
+        Raises LayerError when there are no tokens, `cu_seqlens` does not cut the row into non-empty
+        documents, or the chunk is not what `cut` says.
         """
         if x.shape[0] < 1 or x.shape[1] < 1:
             raise LayerError(f"a call needs at least one sequence and one token, got shape {tuple(x.shape)}")
-        return cls(cu_seqlens, document_lengths(cu_seqlens, x), want_state, **more)
+        if cut is not None:
+            if cu_seqlens is not None:
+                raise LayerError("a row cut over ranks has its documents in the cut: leave cu_seqlens out")
+            if cut.lengths:
+                borders = [0, *accumulate(cut.lengths)]
+                cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
+        found = cls(cu_seqlens, document_lengths(cu_seqlens, x), want_state, cut=cut, **more)
+        found.refuse_chunk(x)
+        return found
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The documents' lengths in the whole row, be it cut over ranks or not."""
+        return self.lengths if self.cut is None else self.cut.whole
+
+    def refuse_chunk(self, x: Tensor) -> None:
+        """LayerError unless `x` is a chunk as the cut, if there is one, has them, and no state is wanted."""
+        if self.cut is None:
+            return
+        if x.shape[1] != self.cut.length:
+            raise LayerError(
+                f"{x.shape[1]} tokens on rank {self.cut.rank}; {self.cut.tokens} tokens over {self.cut.size} "
+                f"ranks are {self.cut.length} each"
+            )
+        if self.want_state:
+            raise LayerError("no state is kept of a sequence cut over ranks: set want_state to False")
 
     def document(self, index: int, span: slice) -> Context:
         """The context of one packed document alone, which covers the tokens `span`."""
@@ -277,6 +315,18 @@ class Mixer(nn.Module):
         """Width of the values that this layer's value residual shares with its kind; None if it has none."""
         return None
 
+    @classmethod
+    def check_cut(cls, options: Any, site: Site, size: int, tokens: int) -> None:
+        """Whether rows of `tokens` can be cut over `size` ranks at this layer; LayerError if not.
+
+        A mixer whose ranks know how to exchange what they need (see `cut.SequenceCut`) overrides this and
+        `cut_bytes`.
+        """
+        raise LayerError(
+            f"layer {site.layer} ({cls.kind}) has no way to cut a sequence over {size} ranks: its kind does "
+            "not say how its ranks exchange what they need"
+        )
+
     def forward(self, x: Tensor, context: Context | None = None, state: Any = None) -> tuple[Tensor, Any]:
         """Mix tokens.
 
@@ -294,6 +344,11 @@ class Mixer(nn.Module):
             context = Context.of(x)
         if context.lengths and sum(context.lengths) != x.shape[1]:
             raise LayerError(f"documents of {context.lengths} tokens in a row of {x.shape[1]}")
+        if context.cut is not None:
+            context.refuse_chunk(x)
+            if state is not None:
+                raise LayerError("a sequence cut over ranks goes on from no state")
+            self.check_cut(self.options, self.site, context.cut.size, context.cut.tokens)
         if context.lengths and (context.want_state or state is not None):
             return self._forward_documents(x, context, state)
         if state is not None:
@@ -371,6 +426,14 @@ class Mixer(nn.Module):
 
     def state_bytes(self, context_length: int, element_size: int = 4) -> int:
         """Bytes of one sequence's state after `context_length` tokens, for activations of `element_size`."""
+        raise NotImplementedError
+
+    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+        """Bytes that `size` ranks which share `rows` rows of `tokens` tokens send each other in one forward
+        pass, all of them together; the backward pass sends as many.
+
+        A packed row is one row. `element_size`: bytes of an activation.
+        """
         raise NotImplementedError
 
     def no_decay(self) -> set[str]:

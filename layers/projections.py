@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import value_residual
 from .base import Context, Flops, LayerError, Mixer, MixerState, Site, initialise, is_count, require
+from .cut import share_of
 from .norms import NORMS, make_norm
 from .rope import STYLES, Rotary, positions, rotary, rotate
 from .shift import last_token, shift_ramp, token_shift
@@ -89,16 +90,22 @@ class Shift(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """What a softmax mixer's attention works on."""
+    """What a softmax mixer's attention works on; of a sequence cut over ranks all tokens, and this rank's
+    share of heads."""
 
     q: Tensor  # [B, T, H, D], normalised and rotated
     k: Tensor  # [B, T, G, D], normalised and rotated
     v: Tensor  # [B, T, G, D]
     shift: Shift  # for the next state
+    gate: Tensor | None  # [B, T, G], as given
 
 
 class ProjectedMixer(Mixer):
-    """Base of the softmax mixers; a subclass adds its attention between `project` and `output`."""
+    """Base of the softmax mixers; a subclass adds its attention between `project` and `output`.
+
+    A sequence cut over ranks is crossed by heads: after the linear maps and the token shift every rank gets
+    all tokens for its share of heads, attends as if it were alone, and gives its heads' outputs back.
+    """
 
     Options: ClassVar[type] = ProjectionOptions
 
@@ -169,6 +176,21 @@ class ProjectedMixer(Mixer):
         cls.heads(options, site.hidden_size)
 
     @classmethod
+    def check_cut(cls, options: Any, site: Site, size: int, tokens: int) -> None:
+        heads, shared, *_ = cls.heads(options, site.hidden_size)
+        faults = [
+            f"{count} {what}" for count, what in ((heads, "query heads"), (tokens, "tokens")) if count % size
+        ]
+        if shared % size and size % shared:
+            faults.append(f"{shared} key/value heads")
+        if faults:
+            raise LayerError(
+                f"layer {site.layer} ({cls.kind}) has {heads} query heads and {shared} key/value heads, for "
+                f"{tokens} tokens cut over {size} ranks: {' and '.join(faults)} cannot be shared out equally "
+                "(key/value heads may also be fewer than the ranks, if they divide them)"
+            )
+
+    @classmethod
     def value_width(cls, options: Any, site: Site) -> int | None:
         if not options.value_residual:
             return None
@@ -196,35 +218,46 @@ class ProjectedMixer(Mixer):
             initialise(self.v_gate1.weight, nn.init.zeros_)
             initialise(self.v_gate2.weight, value_residual.reset_gate2)
 
-    def project(self, x: Tensor, context: Context, state: ProjectedState | None) -> Projected:
-        """Queries, keys and values of `x` `[B, T, C]`, and the token shift's part of the next state."""
+    def project(
+        self, x: Tensor, context: Context, state: ProjectedState | None, gate: Tensor | None = None
+    ) -> Projected:
+        """Queries, keys and values of `x` `[B, T, C]`, and the token shift's part of the next state.
+
+        `gate` `[B, T, G]`: numbers that go with the keys' heads, should these go to another rank.
+        """
         q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
         if self.options.value_residual:
             v = self._mix_values(v, x, context)
         shift = Shift()
         if self.options.token_shift:
-            last = state or ProjectedState()
+            last = Shift() if state is None else Shift(state.shift_q, state.shift_k, state.shift_v)
             if context.want_state:
                 shift = Shift(last_token(q), last_token(k), last_token(v))
-            q = token_shift(q, self.x_q, last.shift_q, lengths=context.lengths)
-            k = token_shift(k, self.x_k, last.shift_k, lengths=context.lengths)
-            v = token_shift(v, self.x_v, last.shift_v, lengths=context.lengths)
+            if context.cut is not None:
+                (q, k, v), before = context.cut.halo(q, k, v)
+                last = Shift(*before)
+            q = token_shift(q, self.x_q, last.q, lengths=context.lengths)
+            k = token_shift(k, self.x_k, last.k, lengths=context.lengths)
+            v = token_shift(v, self.x_v, last.v, lengths=context.lengths)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if context.cut is not None:
+            q, k, v, *gates = context.cut.to_heads(q, k, v, *(() if gate is None else (gate[..., None],)))
+            gate = None if gate is None else gates[0].squeeze(-1)
         if self.options.qk_norm != "none":
             q, k = self.ln_q(q), self.ln_k(k)
         if self.rotary_dim:
-            table = self._rotary(x, context, state)
+            table = self._rotary(q, context, state)
             q, k = rotate(q, table), rotate(k, table)
-        return Projected(q, k, v, shift)
+        return Projected(q, k, v, shift, gate)
 
-    def _rotary(self, x: Tensor, context: Context, state: ProjectedState | None) -> Rotary:
+    def _rotary(self, q: Tensor, context: Context, state: ProjectedState | None) -> Rotary:
         start = 0 if state is None else state.position
         settings = (self.rotary_dim, self.options.rotary_base, self.options.rotary_style)
         key = ("rotary", start, *settings)
         if key not in context.tables:
-            context.tables[key] = rotary(positions(x.shape[1], start, context.lengths, x.device), *settings)
+            context.tables[key] = rotary(positions(q.shape[1], start, context.whole, q.device), *settings)
         return context.tables[key]
 
     def _mix_values(self, v: Tensor, x: Tensor, context: Context) -> Tensor:
@@ -244,8 +277,14 @@ class ProjectedMixer(Mixer):
         value_residual.refuse_width(self.kind, self.site.layer, self.kv_width, first)
         return value_residual.mix_values(v, first, self.v_gate0, self.v_gate2(self.v_gate1(x)))
 
-    def output(self, y: Tensor, x: Tensor) -> Tensor:
-        """Heads `[B, T, H, D]` to `[B, T, C]` in x's dtype."""
+    def own(self, parameter: Tensor, context: Context) -> Tensor:
+        """A parameter of all query heads `[H]` for the heads that `project` gave."""
+        return parameter if context.cut is None else parameter[context.cut.own(self.num_heads)]
+
+    def output(self, y: Tensor, x: Tensor, context: Context) -> Tensor:
+        """The heads' outputs, in the form of `project`'s queries, to `[B, T, C]` in x's dtype."""
+        if context.cut is not None:
+            y = context.cut.to_tokens(y)
         return self.c_proj(y.flatten(-2)).to(x.dtype)
 
     def projection_flops(self) -> Flops:
@@ -257,6 +296,19 @@ class ProjectedMixer(Mixer):
             if self.site.first_of_kind and self.site.layer > 0:
                 products += size * self.kv_width  # the shared values, from the embeddings
         return Flops(2.0 * products)
+
+    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+        """Each rank sends the other ranks their heads' part of its queries, keys and values, and later their
+        tokens' part of its heads' outputs; and to the next rank, for the token shift, its last token's."""
+        queries, keys = share_of(self.num_heads, size), share_of(self.num_kv_heads, size)
+        moved = tokens * (2 * queries + 2 * keys) * self.head_dim + tokens * keys * self._gates()
+        if self.options.token_shift:
+            moved += self.q_width + 2 * self.kv_width
+        return rows * (size - 1) * moved * element_size
+
+    def _gates(self) -> int:
+        """Numbers per token and key/value head that `project` is given as `gate`."""
+        return 0
 
     def shift_bytes(self, context_length: int, element_size: int) -> int:
         """Bytes of the token shift's part of the state."""

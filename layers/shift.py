@@ -30,10 +30,9 @@ def previous(
         x: `[B, T, C]`.
         last: the vector before the first one, `[B, C]`, carried from the previous call; None at the start.
         fallback: what stands before the first vector of a sequence: "first" (itself, so no shift) or "zero".
-        lengths: of packed documents, each of which starts anew (`last` must be None then).
+        lengths: of packed documents; `last` stands before the first one, each other starts anew.
     """
     assert fallback in FALLBACKS
-    assert last is None or not lengths
     if last is not None:
         first = last[:, None].to(x.dtype)
     else:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Context, Flops, LayerError, always_used, initialise, is_count, require
+from ..cut import SequenceCut
 from ..norms import LayerNorm, compute_dtype
 from ..projections import Heads, ProjectedMixer, ProjectedState, ProjectionOptions
 from ..registry import register
@@ -147,8 +148,9 @@ class KVM(ProjectedMixer):
     def mix(
         self, x: Tensor, context: Context, state: KVMLayerState | None
     ) -> tuple[Tensor, KVMLayerState | None]:
-        q, k, v, shift = self.project(x, context, state)
-        gate = self._gate(x) if self.spec.gated else None
+        logits = self.merge_gate(x) if self.spec.gated else None
+        q, k, v, shift, own_logits = self.project(x, context, state, logits)
+        gate = None if own_logits is None else _gate(own_logits)
         layer, routes = self.site.layer, context.routes
         statistics: dict[str, Tensor] | None = None if context.statistics is None else {}
         y, operator, made = kvm_attention(
@@ -159,10 +161,10 @@ class KVM(ProjectedMixer):
             spec=self.spec,
             norm_weight=self.ln_s_k.weight,
             norm_bias=self.ln_s_k.bias,
-            front_temperature=self.front_head_temp if self.options.temperatures else None,
-            state_temperature=self.state_head_temp if self.options.temperatures else None,
+            front_temperature=self._temperature("front", context),
+            state_temperature=self._temperature("state", context),
             state=None if state is None else state.operator,
-            lengths=context.lengths,
+            lengths=context.whole,
             routes=None if routes is None else routes.get(layer),
             want_state=context.want_state,
             statistics=statistics,
@@ -172,23 +174,29 @@ class KVM(ProjectedMixer):
         if routes is not None:
             routes.setdefault(layer, made)
         if statistics is not None and context.statistics is not None:
-            context.statistics.update(self._statistics(statistics, gate))
+            context.statistics.update(self._statistics(statistics, logits, context))
+        y = self.output(y, x, context)
         if operator is None:
-            return self.output(y, x), None
-        return self.output(y, x), KVMLayerState(operator.position, *shift, operator)
+            return y, None
+        return y, KVMLayerState(operator.position, *shift, operator)
 
-    def _statistics(self, found: dict[str, Tensor], gate: Tensor | None) -> dict[str, Tensor]:
+    def _temperature(self, of: str, context: Context) -> Tensor | None:
+        """`front` (the window's) or `state`: of the heads at hand."""
+        if not self.options.temperatures:
+            return None
+        return self.own(self.front_head_temp if of == "front" else self.state_head_temp, context)
+
+    def _statistics(
+        self, found: dict[str, Tensor], logits: Tensor | None, context: Context
+    ) -> dict[str, Tensor]:
         """The operator's statistics and the gate's, by the names they have in `Context.statistics`."""
         found["window_mass"] = 1 - found["state_mass"]
-        if gate is not None:
-            found["gate_mean"], found["gate_std"] = gate.detach().mean(), gate.detach().std()
+        if logits is not None:
+            found["gate_mean"], found["gate_std"] = _spread(_gate(logits.detach()), context.cut)
         return {f"{self.site.layer}/{name}": value for name, value in found.items()}
 
-    def _gate(self, x: Tensor) -> Tensor:
-        """`1 + elu(W_g x)`, above 0: `[B, T, G]`, in at least fp32."""
-        z = self.merge_gate(x)
-        z = z.to(compute_dtype(z))
-        return torch.exp(z.clamp(max=0)) + torch.relu(z)
+    def _gates(self) -> int:
+        return int(self.spec.gated)
 
     def empty_state(self, batch: int) -> KVMLayerState:
         like = self.c_k.weight.new_empty(batch, 0, self.num_kv_heads, self.head_dim)
@@ -241,3 +249,20 @@ class KVM(ProjectedMixer):
         token = 2 * self.kv_width * element_size + (self.num_kv_heads * wide if self.spec.gated else 0)
         held = slots * slot + (context_length - window_start) * token
         return held + self.shift_bytes(context_length, element_size)
+
+
+def _gate(logits: Tensor) -> Tensor:
+    """`1 + elu(logits)`, above 0, in at least fp32."""
+    z = logits.to(compute_dtype(logits))
+    return torch.exp(z.clamp(max=0)) + torch.relu(z)
+
+
+def _spread(x: Tensor, cut: SequenceCut | None) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of `x`, over all ranks that share the sequence."""
+    if cut is None:
+        return x.mean(), x.std()
+    x = x.double()
+    total, squares = cut.gather(torch.stack((x.sum(), x.square().sum()))).sum(0)
+    count = x.numel() * cut.size
+    mean = total / count
+    return mean, ((squares - count * mean.square()).clamp(min=0) / (count - 1)).sqrt()

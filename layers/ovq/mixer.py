@@ -74,9 +74,9 @@ class OVQ(ProjectedMixer):
     def mix(
         self, x: Tensor, context: Context, state: OVQLayerState | None
     ) -> tuple[Tensor, OVQLayerState | None]:
-        q, k, v, shift = self.project(x, context, state)
+        q, k, v, shift, _ = self.project(x, context, state)
         wide = compute_dtype(q)
-        scale = self.beta.to(wide)[:, None] * math.sqrt(self.head_dim)
+        scale = self.own(self.beta, context).to(wide)[:, None] * math.sqrt(self.head_dim)
         routes, layer = context.routes, self.site.layer
         y, operator, made = ovq_attention(
             (_unit(q.to(wide)) * scale).to(q.dtype),
@@ -85,12 +85,12 @@ class OVQ(ProjectedMixer):
             chunk=self.options.chunk,
             max_centroids=self.options.max_centroids,
             state=None if state is None else state.operator,
-            lengths=context.lengths,
+            lengths=context.whole,
             routes=None if routes is None else routes.get(layer),
         )
         if routes is not None:
             routes.setdefault(layer, made)
-        y = self.output(y, x)
+        y = self.output(y, x, context)
         if operator is None or not context.want_state:
             return y, None
         return y, OVQLayerState(operator.position, *shift, operator)

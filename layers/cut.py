@@ -1,0 +1,224 @@
+"""One sequence cut over several ranks: each holds an equal, contiguous chunk of its tokens.
+
+Between mixers a rank works on its own chunk. Inside a mixer the ranks exchange what they must through the
+operations of `SequenceCut`, which are differentiable: the backward pass sends the gradients back.
+
+All ranks of a group must call the same operations in the same order, and each must keep every result in its
+graph, also one it has no use for (see `halo`): without it that rank's backward pass leaves an exchange out,
+and the others wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .base import LayerError, always_used
+
+
+class Chunk(NamedTuple):
+    """What one rank holds of a packed row."""
+
+    lengths: tuple[int, ...]
+    """Of the pieces of documents in it."""
+    carried: int
+    """Tokens of the first piece's document that stand on earlier ranks; 0: it begins here."""
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """How one call's row is cut, and how its ranks exchange tensors. Made anew for each call."""
+
+    group: Any
+    """The torch.distributed group of the ranks that share the sequence; None: all ranks."""
+    rank: int
+    """This rank's place in the group: it holds chunk `rank`."""
+    size: int
+    tokens: int
+    """Of the whole row; a multiple of `size`."""
+    whole: tuple[int, ...] = ()
+    """Lengths of the documents packed in the whole row; empty for equal rows."""
+    sent: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
+    """Operation -> bytes this rank has sent to others by it, forward and backward."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise LayerError(f"rank {self.rank} of a group of {self.size} that share a sequence")
+        if self.tokens < 1 or self.tokens % self.size:
+            raise LayerError(
+                f"{self.tokens} tokens do not divide over {self.size} ranks: {self.tokens} / {self.size} = "
+                f"{self.tokens / self.size:.4g}"
+            )
+        if self.whole and (sum(self.whole) != self.tokens or min(self.whole) < 1):
+            raise LayerError(f"documents of {self.whole} tokens in a row of {self.tokens}")
+
+    # Who holds what
+
+    @property
+    def length(self) -> int:
+        """Tokens of a chunk."""
+        return self.tokens // self.size
+
+    @property
+    def start(self) -> int:
+        """Place in the row of this rank's first token."""
+        return self.rank * self.length
+
+    @property
+    def span(self) -> slice:
+        """This rank's tokens of the row."""
+        return slice(self.start, self.start + self.length)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Of every rank; for equal rows the chunk is one piece that begins with rank 0."""
+        borders = (0, *accumulate(self.whole)) if self.whole else (0, self.tokens)
+        found = []
+        for first in range(0, self.tokens, self.length):
+            inside = [border for border in borders if first < border < first + self.length]
+            cuts = [first, *inside, first + self.length]
+            lengths = tuple(end - begin for begin, end in pairwise(cuts))
+            found.append(Chunk(lengths, first - max(border for border in borders if border <= first)))
+        return tuple(found)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """This rank's pieces of documents; empty for equal rows."""
+        return self.chunks[self.rank].lengths if self.whole else ()
+
+    @property
+    def carried(self) -> int:
+        """Tokens of this rank's first document that stand on earlier ranks."""
+        return self.chunks[self.rank].carried
+
+    @property
+    def continues(self) -> bool:
+        """Whether this rank's first piece goes on with the previous rank's last document."""
+        return self.carried > 0
+
+    def own(self, heads: int) -> slice:
+        """The heads this rank has after `to_heads`, of `heads` in all."""
+        first = self.rank * heads // self.size
+        return slice(first, first + share_of(heads, self.size))
+
+    # Exchanges
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's `x`, which has one shape on all, as `[S, ...]` in rank order.
+
+        The gradient of `x` is the sum of what all ranks give their copies of it.
+        """
+        flat = x.expand(self.size, *x.shape).flatten()
+        counts = [x.numel()] * self.size
+        return self._exchange("gather", flat, counts, counts).view(self.size, *x.shape)
+
+    def previous(self, x: Tensor) -> Tensor:
+        """What the previous rank gave as `x` (one shape on all ranks); zeros on the first rank."""
+        sends, receives = [0] * self.size, [0] * self.size
+        flat = x.flatten()
+        if self.rank + 1 < self.size:
+            sends[self.rank + 1] = x.numel()
+        else:
+            flat = flat[:0]
+        if self.rank > 0:
+            receives[self.rank - 1] = x.numel()
+        y = self._exchange("previous", flat, sends, receives)
+        if self.rank == 0:
+            y = torch.cat((y, y.new_zeros(x.numel())))
+        return y.view(x.shape)
+
+    def halo(self, *chunks: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        """For what looks one token back.
+
+        Args:
+            chunks: `[B, T / S, C]` each, with its own C, of one dtype; their last vectors travel together.
+
+        Returns:
+            The chunks to go on with, and the vector before each one's first, `[B, C]`: the previous rank's
+            last, or None where a sequence begins with this rank's chunk.
+        """
+        last = self.previous(torch.cat([x[:, -1] for x in chunks], -1))
+        if not self.continues:
+            return [always_used(chunks[0], last), *chunks[1:]], [None] * len(chunks)
+        return list(chunks), list(last.split([x.shape[-1] for x in chunks], -1))
+
+    def to_heads(self, *chunks: Tensor) -> list[Tensor]:
+        """From all heads of this rank's tokens to all tokens of its share of heads.
+
+        Args:
+            chunks: `[B, T / S, heads, size]`, each with its own heads and size, of one dtype; they travel
+                together. Fewer heads than ranks are replicated, if they divide the ranks, and their gradients
+                summed.
+
+        Returns:
+            `[B, T, share, size]` each, of the heads `own(heads)`.
+        """
+        batch = chunks[0].shape[0]
+        parts = []
+        for x in chunks:
+            heads = x.shape[2]
+            if share_of(heads, self.size) * self.size > heads:
+                x = x.repeat_interleave(self.size // heads, 2)
+            parts.append(x.unflatten(2, (self.size, -1)).movedim(2, 0).flatten(3))
+        widths = [part.shape[3] for part in parts]
+        packed = torch.cat(parts, -1).flatten()  # [S, B, T / S, widths]
+        counts = [packed.numel() // self.size] * self.size
+        y = self._exchange("to_heads", packed, counts, counts)
+        y = y.view(self.size, batch, self.length, sum(widths)).movedim(0, 1).flatten(1, 2)
+        return [
+            part.unflatten(-1, (-1, x.shape[3])) for part, x in zip(y.split(widths, -1), chunks, strict=True)
+        ]
+
+    def to_tokens(self, y: Tensor) -> Tensor:
+        """`[B, T, H / S, D]` back to `[B, T / S, H, D]`: all heads of this rank's tokens."""
+        batch, _, share, size = y.shape
+        packed = y.unflatten(1, (self.size, self.length)).movedim(1, 0).flatten()
+        counts = [packed.numel() // self.size] * self.size
+        x = self._exchange("to_tokens", packed, counts, counts)
+        return x.view(self.size, batch, self.length, share, size).movedim(0, 2).flatten(2, 3)
+
+    def _exchange(self, name: str, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """`x` flat, its first `sends[0]` numbers for rank 0 and so on -> what the ranks sent here."""
+        return _Exchange.apply(x, self, name, sends, receives)
+
+    def _all_to_all(self, name: str, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        y = x.new_empty(sum(receives))
+        width = x.element_size()  # as bytes, which every backend can send
+        dist.all_to_all_single(
+            y.view(torch.uint8),
+            x.contiguous().view(torch.uint8),
+            [count * width for count in receives],
+            [count * width for count in sends],
+            group=self.group,
+        )
+        self.sent[name] += (sum(sends) - sends[self.rank]) * width
+        return y
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cut: SequenceCut, name: str, sends: Sequence[int], receives: Sequence[int]
+    ) -> Tensor:
+        ctx.call = cut, name, sends, receives
+        return cut._all_to_all(name, x, sends, receives)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cut, name, sends, receives = ctx.call
+        return cut._all_to_all(name, grad, receives, sends), None, None, None, None
+
+
+def share_of(heads: int, size: int) -> int:
+    """Heads each of `size` ranks has, of `heads` in all; LayerError where they cannot be shared out."""
+    if heads % size and size % heads:
+        raise LayerError(f"{heads} heads cannot be shared out over {size} ranks: neither divides the other")
+    return max(1, heads // size)

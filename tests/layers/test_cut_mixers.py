@@ -1,0 +1,115 @@
+"""Every kind of mixer on a sequence cut over ranks: as on one rank, in values, gradients and bytes sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid.layers.base import Context, LayerError, Mixer, Site
+from hybrid.layers.cut import SequenceCut
+from hybrid.layers.registry import mixer_class
+
+from .mixers import HIDDEN, KINDS, assert_same_gradients, build, packed_context, small_options, tokens
+
+T = 64
+ROWS = {  # batch, documents
+    "equal": (2, ()),
+    "packed": (1, (3, 30, 1, 17, 13)),  # over two borders, one token long, ending at none
+    "aligned": (1, (16, 32, 16)),  # as the chunks of four ranks
+}
+
+
+def weighted(y: Tensor, span: slice) -> Tensor:
+    """A sum that gives every number of the whole row's output its own gradient."""
+    generator = torch.Generator().manual_seed(7)
+    return (y * torch.randn(y.shape[0], T, HIDDEN, generator=generator, dtype=y.dtype)[:, span]).sum()
+
+
+def gradients(mixer: Mixer, x: Tensor, loss: Tensor) -> dict[str, Tensor]:
+    named = {"x": x, **dict(mixer.named_parameters())}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {
+        n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)
+    }
+
+
+def in_rank(kind: str, row: str, changes: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], int, int]:
+    """Output, gradients, and the bytes sent forward and in all."""
+    batch, whole = ROWS[row]
+    cut = SequenceCut(None, dist.get_rank(), dist.get_world_size(), T, whole)
+    mixer = build(kind, **changes)
+    x = tokens(batch, T)[:, cut.span].clone().requires_grad_()
+    y, state = mixer(x, Context.of(x, want_state=False, cut=cut))
+    assert state is None
+    forward = cut.sent.total()
+    found = gradients(mixer, x, weighted(y, cut.span))
+    return y.detach(), found, forward, cut.sent.total()
+
+
+def on_one(kind: str, row: str, changes: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    batch, whole = ROWS[row]
+    mixer = build(kind, **changes)
+    x = tokens(batch, T).requires_grad_()
+    context = packed_context(x, list(whole), want_state=False) if whole else Context.of(x, want_state=False)
+    y, _ = mixer(x, context)
+    return y.detach(), gradients(mixer, x, weighted(y, slice(None)))
+
+
+def check(pool: Any, kind: str, row: str, **changes: Any) -> None:
+    y, expected = on_one(kind, row, changes)
+    found = pool.run(in_rank, kind, row, changes)
+    torch.testing.assert_close(torch.cat([one[0] for one in found], 1), y, atol=1e-10, rtol=0)
+    together = {"x": torch.cat([one[1].pop("x") for one in found], 1)}
+    together |= {name: sum((one[1][name] for one in found), torch.zeros(())) for name in found[0][1]}
+    assert_same_gradients(together, expected, 1e-10)
+    batch, _ = ROWS[row]
+    formula = build(kind, **changes).cut_bytes(batch, T, pool.size, 8)
+    assert sum(one[2] for one in found) == formula
+    assert sum(one[3] for one in found) == 2 * formula
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_sequence_is_mixed_as_a_whole_one(rank_pools: Any, kind: str, size: int, row: str):
+    """T012: two key/value heads over four ranks too."""
+    check(rank_pools(size), kind, row)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["kvm", "sliding_window"])
+def test_without_token_shift_and_gates(two_ranks: Any, kind: str):
+    check(two_ranks, kind, "packed", token_shift=False, gate_keys=False, gate_values=False)
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding_window", "block_window", "kvm"])
+@pytest.mark.parametrize(
+    ("heads", "shared", "length", "size", "fault"),
+    [
+        (6, 6, 128, 4, "6 query heads and 6 key/value heads cannot be shared"),
+        (8, 2, 130, 4, "130 tokens cannot be shared"),
+        (8, 4, 128, 16, "8 query heads cannot be shared"),
+        (12, 4, 126, 6, "4 key/value heads cannot be shared"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_all_numbers(
+    kind: str, heads: int, shared: int, length: int, size: int, fault: str
+):
+    """T012."""
+    options = small_options(kind, num_heads=heads, num_kv_heads=shared, head_dim=4)
+    with pytest.raises(LayerError) as error:
+        mixer_class(kind).check_cut(options, Site(HIDDEN, 1, 2), size, length)
+    start = f"layer 1 ({kind}) has {heads} query heads and {shared} key/value heads, for {length} tokens cut"
+    assert str(error.value).startswith(f"{start} over {size} ranks: {fault}")
+
+
+@pytest.mark.ranks
+def test_another_number_of_heads_in_one_process(two_ranks: Any):
+    """T012: nothing is left over from an earlier layer."""
+    for heads in (8, 12):
+        check(two_ranks, "full", "equal", num_heads=heads, num_kv_heads=heads // 2, head_dim=4)
