@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .initialise import normal_linears, orthogonal
 from .layers.base import Context, Flops, Mixer, Site, initialise
 from .layers.norms import make_norm
-from .layers.shift import last_token, shift_ramp, token_shift
+from .layers.shift import Last, last_token, shift_ramp, token_shift
 from .schema import ModelSection
 from .state import BlockState
 
@@ -37,17 +37,6 @@ def ffn_width(model: ModelSection) -> int:
     return width
 
 
-def shifted(h: Tensor, mix: Tensor, lengths: tuple[int, ...], last: Any) -> Tensor:
-    """Token shift of `h` `[B, T, C]` with zero before the first token, or what the last call ended with.
-
-    `last`: `[B, C]` or None; for a packed row None or a list of `[1, C]` or None, one per document.
-    """
-    if not lengths or last is None:
-        return token_shift(h, mix, last, fallback="zero", lengths=lengths)
-    rows = zip(h.split(lengths, 1), last, strict=True)
-    return torch.cat([token_shift(row, mix, before, fallback="zero") for row, before in rows], 1)
-
-
 class FeedForward(nn.Module):
     """relu2: `W2 relu(W1 h)^2`; gelu: `W2 gelu(W1 h)`; swiglu: `W2 (silu(Wg h) * W1 h)`; no biases.
 
@@ -69,10 +58,10 @@ class FeedForward(nn.Module):
         self.c_fc = nn.Linear(hidden, width, bias=False)
         self.c_proj = nn.Linear(width, hidden, bias=False)
 
-    def forward(self, h: Tensor, lengths: tuple[int, ...] = (), last: Any = None) -> Tensor:
-        """`h` `[B, T, C]`; `last` as in `shifted`."""
+    def forward(self, h: Tensor, lengths: tuple[int, ...] = (), last: Last = None) -> Tensor:
+        """`h` `[B, T, C]`; for a packed row with its documents' lengths."""
         if self.x_k is not None:
-            h = shifted(h, self.x_k, lengths, last)
+            h = token_shift(h, self.x_k, last, fallback="zero", lengths=lengths)
         inner = self.c_fc(h)
         if self.form == "relu2":
             inner = F.relu(inner).square()
@@ -145,10 +134,10 @@ class Block(nn.Module):
         return x + y if self.scale == 1 else x + self.scale * y
 
     def _state_after(self, h: Tensor, context: Context, mixer_state: Any) -> Any:
-        shifts = self.ffn.x_k is not None
+        last = None if self.ffn.x_k is None else last_token(h, context.lengths)
         if not context.lengths:
-            return BlockState(mixer_state.position, mixer_state, last_token(h) if shifts else None)
-        lasts = [last_token(row) if shifts else None for row in h.split(context.lengths, 1)]
+            return BlockState(mixer_state.position, mixer_state, last)
+        lasts = [None] * len(context.lengths) if last is None else last.split(1)
         return [BlockState(one.position, one, last) for one, last in zip(mixer_state, lasts, strict=True)]
 
     def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:

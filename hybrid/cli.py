@@ -292,19 +292,36 @@ def _declare_generate(parser: Parser) -> None:
     parser.add_argument(
         "--batch", type=int, default=16, metavar="N", help="sequences decoded side by side (%(default)s)"
     )
+    state = parser.add_argument_group("long documents (one prompt; with --max-tokens 0 it is only read)")
+    state.add_argument(
+        "--save-state", metavar="FILE", help="keep what the model remembers after prompt and continuation"
+    )
+    state.add_argument("--load-state", metavar="FILE", help="go on from there; the prompt is what follows")
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from .terminal import Printer, read_prompts
+    from .terminal import Printer, read_prompts, read_state
 
     prompts = read_prompts(arguments.prompt, arguments.prompts_file, arguments.separator)
-    from .generate import Settings, generate, load_model
+    from .choice import Settings
 
     settings = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
-    Settings(**settings)  # a wrong value is found before the model is read
+    Settings(**settings)  # what is wrong is found before the model is read
+    begin = read_state(arguments.load_state, arguments.save_state, len(prompts), arguments.samples)
+    from .generate import generate, load_model
+
     model, tokenizer = load_model(arguments.run)
     printer = Printer(prompts, arguments.samples)
-    generate(model, tokenizer, prompts, on_text=printer.text, on_end=printer.end, **settings)
+    generate(
+        model,
+        tokenizer,
+        prompts,
+        begin=begin and begin.to(model.head.weight.device),
+        on_text=printer.text,
+        on_end=printer.end,
+        on_bookmark=arguments.save_state and (lambda bookmark: bookmark.save(arguments.save_state)),
+        **settings,
+    )
     return 0
 
 

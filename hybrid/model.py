@@ -22,7 +22,7 @@ from .layers.norms import make_norm
 from .layers.registry import mixer_class
 from .loss import IGNORE, Head, Loss
 from .schema import ModelSection, Recipe
-from .state import BlockState, HybridState
+from .state import BlockState, HybridState, StateError
 
 _TOO_LARGE = re.compile(r"alloc|out of memory|overflow|too large", re.IGNORECASE)
 """How torch complains about a tensor that it cannot hold."""
@@ -89,6 +89,7 @@ class HybridLM(nn.Module):
         statistics: dict[str, Tensor] | None = None,
         want_state: bool = True,
         cut: SequenceCut | None = None,
+        last_only: bool = False,
     ) -> tuple[Tensor, Any] | Loss:
         """Read tokens, going on from `state`; any split of a sequence into calls gives one call's result.
 
@@ -104,6 +105,8 @@ class HybridLM(nn.Module):
             want_state: False saves the work of keeping a state. With labels none is kept.
             cut: how the rows are cut over ranks; ids, labels and logits are then of this rank's chunk, and
                 there are no states. It knows the documents: leave cu_seqlens out.
+            last_only: logits of each sequence's last token only, `[B, 1, V]`; for a packed row of N documents
+                `[1, N, V]`. Saves the head's work and memory over a prompt.
 
         Returns:
             Without labels `(logits, state)`: fp32 `[B, T, V]`, and HybridState (packed: a list of them; None
@@ -118,6 +121,8 @@ class HybridLM(nn.Module):
         context.routes, context.statistics = routes, statistics
         hidden, after = self._hidden(ids, context, self._block_states(state, context, ids.shape[0]))
         if labels is None:
+            if last_only:
+                hidden = hidden[:, -1:] if cu_seqlens is None else hidden[:, cu_seqlens[1:].long() - 1]
             return self.head(hidden), self._state(after, context) if context.want_state else None
         total, z_total = self.head(hidden, labels, self.loss_chunk, z_loss != 0)
         return Loss(total, (labels != IGNORE).sum(), z_total)
@@ -180,9 +185,11 @@ class HybridLM(nn.Module):
         if not isinstance(state, list | tuple) or len(state) != documents:
             found = f"{len(state)} states" if isinstance(state, list | tuple) else f"a {type(state).__name__}"
             raise ModelError(f"a packed row of {documents} documents needs as many states, got {found}")
-        for one in state:
-            if one is not None:
-                one.refuse_other(self.layout, 1)
+        known = [one for one in state if one is not None]
+        for one in known:
+            one.refuse_other(self.layout, 1)
+        if len({id(one) for one in known}) < len(known) and not torch.is_grad_enabled():
+            raise StateError("one state is given for two documents; fork() it, a call takes its storage over")
         return [[None if one is None else one.layers[i] for one in state] for i in range(len(self.blocks))]
 
     def _state(self, after: list[Any], context: Context) -> Any:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import state_file
 from .layers.base import MixerState
 from .layers.registry import kinds
+from .state_file import StateError
 
-FORMAT = "hybrid-state-1"
-
-
-class StateError(ValueError):
-    """A state that does not fit the model or the call, or a file that holds none; the message says which."""
+__all__ = ["BlockState", "HybridState", "StateError"]
 
 
 @dataclass
@@ -77,39 +74,67 @@ class HybridState:
         if self.batch not in (0, batch):
             raise StateError(f"the state holds {self.batch} sequences, the call has {batch}")
 
+    def select(self, rows: Sequence[int]) -> HybridState:
+        """An independent state of these sequences of the batch, in that order; repeats are allowed."""
+        absent = [row for row in rows if not 0 <= row < self.batch]
+        if absent and self.batch:
+            raise StateError(f"row {absent[0]} is wanted of a state of {self.batch} sequences")
+        return replace(self, layers=[layer.select(rows) for layer in self.layers])
+
+    @staticmethod
+    def concatenate(states: Sequence[HybridState]) -> HybridState:
+        """The sequences of all states as one batch.
+
+        StateError unless they are of one kind of model and at one position: sequences at different positions
+        go on together as a packed row, which takes a list of states.
+        """
+        if not states:
+            raise StateError("no state is given to be concatenated")
+        first = states[0]
+        for state in states[1:]:
+            if state.layout != first.layout:
+                raise StateError(
+                    "the states are of different models: "
+                    + _difference(state.layout, first.layout, "the other")
+                )
+            if state.position != first.position:
+                raise StateError(
+                    f"the states are at positions {first.position} and {state.position}; to go on with "
+                    "sequences at different positions together, give a packed row the list of their states"
+                )
+            _refuse_unlike(state._tensors(), first._tensors())
+        layers = [MixerState.concatenate(layers) for layers in zip(*(s.layers for s in states), strict=True)]
+        return replace(first, layers=layers)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one safetensors file; it appears whole or not at all."""
-        from safetensors.torch import save
-
-        target = Path(path)
-        described = [_describe(layer) for layer in self.layers]
-        metadata = {
-            "format": FORMAT,
-            "position": str(self.position),
-            "layout": json.dumps(self.layout),
-            "layers": json.dumps(described),
-        }
-        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self._tensors().items()}
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
-        try:
-            with open(part, "wb") as file:
-                file.write(save(tensors, metadata))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        state_file.write(path, *self.parts())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> HybridState:
         """Read what `save` wrote. Raises StateError when the file is none of ours, damaged, or holds a layer
         that is not installed."""
-        metadata, tensors = _read(Path(path), device)
+        return cls.of_parts(*state_file.read(path, device), path)
+
+    def parts(self) -> tuple[dict[str, str], dict[str, Tensor]]:
+        """All of the state as texts and tensors."""
+        texts = {
+            "position": str(self.position),
+            "layout": json.dumps(self.layout),
+            "layers": json.dumps([_describe(layer) for layer in self.layers]),
+        }
+        return texts, self._tensors()
+
+    @classmethod
+    def of_parts(cls, texts: dict[str, str], tensors: dict[str, Tensor], path: Any) -> HybridState:
+        """The inverse of `parts`; `path` is where they come from, for StateError."""
         try:
-            described = json.loads(metadata["layers"])
+            described = json.loads(texts["layers"])
             layers = [_build(one, f"layers.{i}", tensors, path) for i, one in enumerate(described)]
-            return cls(layers, int(metadata["position"]), tuple(json.loads(metadata["layout"])))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            return cls(layers, int(texts["position"]), tuple(json.loads(texts["layout"])))
+        except StateError:
+            raise
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise StateError(f"{path}: the state is damaged ({type(error).__name__}: {error})") from error
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -119,13 +144,22 @@ class HybridState:
         return found
 
 
-def _difference(found: tuple[str, ...], wanted: tuple[str, ...]) -> str:
+def _refuse_unlike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """StateError unless the tensors differ in batch and values only."""
+    for name in sorted(wanted.keys() | found.keys()):
+        pair = (found.get(name), wanted.get(name))
+        like = [None if x is None else (*x.shape[1:], x.dtype, x.device) for x in pair]
+        if like[0] != like[1]:
+            raise StateError(f"the states differ in {name}, of one sequence: {like[0]} and {like[1]}")
+
+
+def _difference(found: tuple[str, ...], wanted: tuple[str, ...], owner: str = "this model") -> str:
     if len(found) != len(wanted):
-        return f"it has {len(found) - 1} layers, this model {len(wanted) - 1}"
+        return f"it has {len(found) - 1} layers, {owner} {len(wanted) - 1}"
     pairs = enumerate(zip(found, wanted, strict=True))
     index, (state, model) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     place = "its backbone" if index == 0 else f"its layer {index - 1}"
-    return f"{place} is {state}, this model's is {model}"
+    return f"{place} is {state}, {owner}'s is {model}"
 
 
 def _describe(state: MixerState) -> dict[str, Any]:
@@ -169,20 +203,3 @@ def _state_classes() -> dict[str, type[MixerState]]:
         found[cls.__qualname__] = cls
         waiting.extend(cls.__subclasses__())
     return found
-
-
-def _read(path: Path, device: torch.device | str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except FileNotFoundError as error:
-        raise StateError(f"{path}: no such file") from error
-    except (OSError, SafetensorError) as error:
-        raise StateError(f"{path}: cannot be read as a state ({error})") from error
-    if metadata.get("format") != FORMAT:
-        found = metadata.get("format")
-        raise StateError(f"{path}: not a model state (format {found!r}, expected '{FORMAT}')")
-    return metadata, tensors

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .bookmark import Bookmark
     from .generate import Continuation
 
 
@@ -55,6 +56,27 @@ def split_prompts(text: str, separator: str | None) -> list[str]:
         else:
             prompts[-1].append(line)
     return [joined for part in prompts if (joined := "\n".join(part)).strip()]
+
+
+def read_state(load: str | None, save: str | None, prompts: int, samples: int) -> Bookmark | None:
+    """Where the file `load` goes on from, or None without it.
+
+    Raises PromptError when so many prompts and samples cannot go on from one state or be kept in one, or
+    `save` cannot be written; StateError when `load` holds no text's state.
+    """
+    if save and prompts * samples > 1:
+        raise PromptError(
+            f"--save-state keeps one text, but {prompts} prompts x {samples} samples are asked for"
+        )
+    if save and (Path(save).is_dir() or not Path(save).parent.is_dir()):
+        raise PromptError(f"--save-state {save}: it must be a file in a folder that exists")
+    if not load:
+        return None
+    if prompts > 1:
+        raise PromptError(f"--load-state goes on with one prompt, but {prompts} are given")
+    from .bookmark import Bookmark
+
+    return Bookmark.load(load)
 
 
 class Printer:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .base import Context, Flops, is_count, require
-from .projections import ProjectedMixer, ProjectedState, ProjectionOptions
+from .projections import Projected, ProjectedMixer, ProjectedState, ProjectionOptions
 from .registry import register
 from .softmax import attention, block_window_attention
 
@@ -63,22 +63,21 @@ class AttentionState(ProjectedState):
 class AttentionMixer(ProjectedMixer):
     """What the three kinds share: a cache of the keys still to be seen, and accounts by visible keys."""
 
-    def mix(
-        self, x: Tensor, context: Context, state: AttentionState | None
+    def core(
+        self, heads: Projected, context: Context, state: AttentionState | None
     ) -> tuple[Tensor, AttentionState | None]:
-        q, k, v, shift, _ = self.project(x, context, state)
         state = state or AttentionState()
-        k, v, rows = self._append(state, k, v)
-        y = self.attend(q, k, v, state, context)
+        k, v, rows = self._append(state, heads.k, heads.v)
+        y = self.attend(heads.q, k, v, state, context)
         if not context.want_state:
-            return self.output(y, x, context), None
-        position = state.position + x.shape[1]
+            return y, None
+        position = state.position + heads.q.shape[1]
         sinks = self._sinks(k, v, state, position)
         count = self.keys_kept(position)
         k, v = (_keep_last(t, count, own) for t, own in zip((k, v), rows or (None, None), strict=True))
-        after = AttentionState(position, *shift, k, v, *sinks)
+        after = AttentionState(position, *heads.shift, k, v, *sinks)
         after._rows = rows
-        return self.output(y, x, context), after
+        return y, after
 
     def _append(
         self, state: AttentionState, k: Tensor, v: Tensor

@@ -14,13 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from .documents import mix_documents
+
 if TYPE_CHECKING:
     from .cut import SequenceCut
+
+S = TypeVar("S", bound="MixerState")
 
 
 class LayerError(ValueError):
@@ -138,16 +142,19 @@ class Context:
         if self.want_state:
             raise LayerError("no state is kept of a sequence cut over ranks: set want_state to False")
 
-    def document(self, index: int, span: slice) -> Context:
-        """The context of one packed document alone, which covers the tokens `span`."""
-        cut = {kind: value[:, span] for kind, value in self.first_values.items()}
-        embedding = None if self.embedding is None else self.embedding[:, span]
+    def alone(self, index: int) -> Context:
+        """The context of one packed document without what it has for every token: its own routes."""
         routes = None
         if self.routes is not None:
             routes = {layer: kept[index] for layer, kept in self.routes.items() if isinstance(kept, list)}
         return replace(
-            self, cu_seqlens=None, lengths=(), embedding=embedding, first_values=cut, routes=routes, tables={}
+            self, cu_seqlens=None, lengths=(), embedding=None, first_values={}, routes=routes, tables={}
         )
+
+    def keep_routes(self, layer: int, routes: list[Any]) -> None:
+        """Record a layer's routing decisions, one entry per packed document."""
+        if self.routes is not None and routes[0] is not None:
+            self.routes[layer] = routes
 
 
 def document_lengths(cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, ...]:
@@ -211,6 +218,19 @@ class MixerState:
             elif isinstance(value, MixerState):
                 changed[f.name] = value.map(change)
         return replace(self, **changed)
+
+    def select(self, rows: Sequence[int] | slice) -> Self:
+        """The state of some sequences of the batch, in that order; repeats are allowed. A slice gives views,
+        numbers an independent state."""
+        index = rows if isinstance(rows, slice) else list(rows)
+        return self.map(lambda t: t[index])
+
+    @staticmethod
+    def concatenate(states: Sequence[S]) -> S:
+        """The sequences of all `states`, which differ in nothing but their tensors' values, as one batch."""
+        tensors = [state.tensors() for state in states]
+        joined = iter([torch.cat([own[name] for own in tensors]) for name in tensors[0]])
+        return states[0].map(lambda _: next(joined))  # which goes by the order of `tensors`
 
     def detach(self) -> Self:
         return self.map(lambda t: t.detach())
@@ -299,6 +319,9 @@ class Mixer(nn.Module):
 
     kind: ClassVar[str]  # set by the registry
     Options: ClassVar[type]
+    position_free: ClassVar[bool] = False
+    """Whether sequences at different positions may share a batch: `mix` uses the position for nothing but
+    counting, takes no routes, and its state has no other numbers beside tensors."""
 
     def __init__(self, options: Any, site: Site) -> None:
         super().__init__()
@@ -350,18 +373,37 @@ class Mixer(nn.Module):
                 raise LayerError("a sequence cut over ranks goes on from no state")
             self.check_cut(self.options, self.site, context.cut.size, context.cut.tokens)
         if context.lengths and (context.want_state or state is not None):
-            return self._forward_documents(x, context, state)
+            return self.mix_documents(x, context, self._own_states(context, state))
         if state is not None:
-            if not isinstance(state, self._state_type):
-                raise LayerError(f"state must be a {self._state_type.__name__}, got {_shown(state)}")
-            state.refuse_batch(x.shape[0])
-            state = state.take()
+            state = self._checked(state, x.shape[0]).take()
         return self.mix(x, context, state)
 
     def mix(self, x: Tensor, context: Context, state: Any) -> tuple[Tensor, Any]:
         """The layer's mathematics. `state` may be written to when gradients are off. A packed row comes here
-        without state; with state it comes document by document."""
+        without state; with states `mix_documents` cuts it."""
         raise NotImplementedError
+
+    def mix_documents(self, x: Tensor, context: Context, states: Sequence[Any]) -> tuple[Tensor, list[Any]]:
+        """A packed row with a state (or None) for every document, which may be written to as in `mix`."""
+        return mix_documents(self, x, context, states)
+
+    def _own_states(self, context: Context, states: Any) -> list[Any]:
+        """The states of a packed row's documents, for this call to go on from; LayerError before any is
+        spent."""
+        if states is None:
+            return [None] * len(context.lengths)
+        if not isinstance(states, list | tuple):
+            raise LayerError(f"a packed row takes a list of states, one per document, got {_shown(states)}")
+        if len(states) != len(context.lengths):
+            raise LayerError(f"{len(states)} states for {len(context.lengths)} packed documents")
+        checked = [None if state is None else self._checked(state, 1) for state in states]
+        return [None if state is None else state.take() for state in checked]
+
+    def _checked(self, state: Any, batch: int) -> MixerState:
+        if not isinstance(state, self._state_type):
+            raise LayerError(f"state must be a {self._state_type.__name__}, got {_shown(state)}")
+        state.refuse_batch(batch)
+        return state
 
     def _refuse_input(self, x: Tensor) -> None:
         """LayerError unless `x` is `[B, T, C]` in the parameters' dtype (any under autocast)."""
@@ -380,33 +422,6 @@ class Mixer(nn.Module):
     @cached_property
     def _state_type(self) -> type[MixerState]:
         return type(self.empty_state(1))
-
-    def _forward_documents(
-        self, x: Tensor, context: Context, states: Sequence[Any] | None
-    ) -> tuple[Tensor, list[Any]]:
-        """A packed row with carried state: each document as a batch of one."""
-        if states is None:
-            states = [None] * len(context.lengths)
-        if not isinstance(states, list | tuple):
-            raise LayerError(f"a packed row takes a list of states, one per document, got {_shown(states)}")
-        if len(states) != len(context.lengths):
-            raise LayerError(f"{len(states)} states for {len(context.lengths)} packed documents")
-        outputs, after, firsts, routes = [], [], [], []
-        start = 0
-        for index, (length, state) in enumerate(zip(context.lengths, states, strict=True)):
-            span = slice(start, start + length)
-            alone = context.document(index, span)
-            y, state = self.forward(x[:, span], alone, state)
-            outputs.append(y)
-            after.append(state)
-            firsts.append(alone.first_values)
-            routes.append((alone.routes or {}).get(self.site.layer))
-            start += length
-        for kind in firsts[0].keys() - context.first_values.keys():
-            context.first_values[kind] = torch.cat([values[kind] for values in firsts], 1)
-        if context.routes is not None and routes[0] is not None:
-            context.routes[self.site.layer] = routes
-        return torch.cat(outputs, 1), after
 
     def empty_state(self, batch: int) -> MixerState:
         """The state before the first token, on the parameters' device."""

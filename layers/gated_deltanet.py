@@ -80,6 +80,7 @@ class DeltaState(MixerState):
 class DeltaMixer(Mixer):
     """What Gated DeltaNet and Kimi Delta Attention share; a subclass gives the decay and the output gate."""
 
+    position_free = True
     default_head_k_dim: int
     key_share: tuple[int, int]  # usual width of all keys together, as a fraction of hidden_size
     value_ratio: int  # usual width of all values together, in widths of all keys

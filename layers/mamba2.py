@@ -81,6 +81,7 @@ class Mamba2(Mixer):
     """`S <- e^g S + (dt x) B^T;  o = S C + D x`, with g = -exp(A_log) dt."""
 
     Options = Mamba2Options
+    position_free = True
 
     def __init__(self, options: Any, site: Site) -> None:
         super().__init__(options, site)

@@ -7,6 +7,7 @@ vectors, split into heads, norm of q and k, rotary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +19,7 @@ from .base import Context, Flops, LayerError, Mixer, MixerState, Site, initialis
 from .cut import share_of
 from .norms import NORMS, make_norm
 from .rope import STYLES, Rotary, positions, rotary, rotate
-from .shift import last_token, shift_ramp, token_shift
+from .shift import Last, last_token, shift_ramp, token_shift
 
 
 @dataclass
@@ -96,12 +97,24 @@ class Projected(NamedTuple):
     q: Tensor  # [B, T, H, D], normalised and rotated
     k: Tensor  # [B, T, G, D], normalised and rotated
     v: Tensor  # [B, T, G, D]
-    shift: Shift  # for the next state
-    gate: Tensor | None  # [B, T, G], as given
+    shift: Shift  # for the next state; of a packed row `[N, W]`, one row per document
+    gate: Tensor | None = None  # [B, T, G], what `gates` gave
+
+    def documents(self, lengths: Sequence[int]) -> list[Projected]:
+        """Each packed document's own."""
+        sizes = list(lengths)
+
+        def each(x: Tensor | None, size: int | list[int], axis: int) -> Sequence[Any]:
+            return [None] * len(sizes) if x is None else x.split(size, axis)
+
+        tokens = [each(x, sizes, 1) for x in (self.q, self.k, self.v, self.gate)]
+        shifts = [each(x, 1, 0) for x in self.shift]
+        rows = zip(*tokens, *shifts, strict=True)
+        return [Projected(q, k, v, Shift(*shift), gate) for q, k, v, gate, *shift in rows]
 
 
 class ProjectedMixer(Mixer):
-    """Base of the softmax mixers; a subclass adds its attention between `project` and `output`.
+    """Base of the softmax mixers; a subclass adds its attention, `core`, between `project` and `output`.
 
     A sequence cut over ranks is crossed by heads: after the linear maps and the token shift every rank gets
     all tokens for its share of heads, attends as if it were alone, and gives its heads' outputs back.
@@ -218,27 +231,51 @@ class ProjectedMixer(Mixer):
             initialise(self.v_gate1.weight, nn.init.zeros_)
             initialise(self.v_gate2.weight, value_residual.reset_gate2)
 
+    def mix(self, x: Tensor, context: Context, state: Any) -> tuple[Tensor, Any]:
+        y, after = self.core(self.project(x, context, state), context, state)
+        return self.output(y, x, context), after
+
+    def mix_documents(self, x: Tensor, context: Context, states: Sequence[Any]) -> tuple[Tensor, list[Any]]:
+        """What is done token by token goes over the whole row; only the core sees documents."""
+        documents = self.project(x, context, states).documents(context.lengths)
+        outputs, after, routes = [], [], []
+        for index, (own, state) in enumerate(zip(documents, states, strict=True)):
+            alone = context.alone(index)
+            y, state = self.core(own, alone, state)
+            outputs.append(y)
+            after.append(state)
+            routes.append((alone.routes or {}).get(self.site.layer))
+        context.keep_routes(self.site.layer, routes)
+        return self.output(torch.cat(outputs, 1), x, context), after
+
+    def gates(self, x: Tensor, context: Context) -> Tensor | None:
+        """Numbers `[B, T, G]` that go with the keys' heads into the core, should it need any."""
+        return None
+
+    def core(self, heads: Projected, context: Context, state: Any) -> tuple[Tensor, Any]:
+        """Heads `[B, T, H, D]` that the queries gather, and the state to go on from (None unless wanted)."""
+        raise NotImplementedError
+
     def project(
-        self, x: Tensor, context: Context, state: ProjectedState | None, gate: Tensor | None = None
+        self, x: Tensor, context: Context, state: ProjectedState | Sequence[ProjectedState | None] | None
     ) -> Projected:
         """Queries, keys and values of `x` `[B, T, C]`, and the token shift's part of the next state.
 
-        `gate` `[B, T, G]`: numbers that go with the keys' heads, should these go to another rank.
+        `state`: for a packed row's documents a list.
         """
-        q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
+        q, k, v, gate = self.c_q(x), self.c_k(x), self.c_v(x), self.gates(x, context)
         if self.options.value_residual:
             v = self._mix_values(v, x, context)
         shift = Shift()
         if self.options.token_shift:
-            last = Shift() if state is None else Shift(state.shift_q, state.shift_k, state.shift_v)
+            last: Sequence[Last] = _last(state)
             if context.want_state:
-                shift = Shift(last_token(q), last_token(k), last_token(v))
+                shift = Shift(*(last_token(x, context.lengths) for x in (q, k, v)))
             if context.cut is not None:
-                (q, k, v), before = context.cut.halo(q, k, v)
-                last = Shift(*before)
-            q = token_shift(q, self.x_q, last.q, lengths=context.lengths)
-            k = token_shift(k, self.x_k, last.k, lengths=context.lengths)
-            v = token_shift(v, self.x_v, last.v, lengths=context.lengths)
+                (q, k, v), last = context.cut.halo(q, k, v)
+            q = token_shift(q, self.x_q, last[0], lengths=context.lengths)
+            k = token_shift(k, self.x_k, last[1], lengths=context.lengths)
+            v = token_shift(v, self.x_v, last[2], lengths=context.lengths)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
@@ -248,12 +285,11 @@ class ProjectedMixer(Mixer):
         if self.options.qk_norm != "none":
             q, k = self.ln_q(q), self.ln_k(k)
         if self.rotary_dim:
-            table = self._rotary(q, context, state)
+            table = self._rotary(q, context, _position(state))
             q, k = rotate(q, table), rotate(k, table)
         return Projected(q, k, v, shift, gate)
 
-    def _rotary(self, q: Tensor, context: Context, state: ProjectedState | None) -> Rotary:
-        start = 0 if state is None else state.position
+    def _rotary(self, q: Tensor, context: Context, start: int | tuple[int, ...]) -> Rotary:
         settings = (self.rotary_dim, self.options.rotary_base, self.options.rotary_style)
         key = ("rotary", start, *settings)
         if key not in context.tables:
@@ -315,3 +351,17 @@ class ProjectedMixer(Mixer):
         if not self.options.token_shift or context_length == 0:
             return 0
         return (self.q_width + 2 * self.kv_width) * element_size
+
+
+def _last(state: ProjectedState | Sequence[ProjectedState | None] | None) -> tuple[Last, Last, Last]:
+    if state is None or isinstance(state, ProjectedState):
+        state = state or ProjectedState()
+        return state.shift_q, state.shift_k, state.shift_v
+    known = [one or ProjectedState() for one in state]
+    return [one.shift_q for one in known], [one.shift_k for one in known], [one.shift_v for one in known]
+
+
+def _position(state: ProjectedState | Sequence[ProjectedState | None] | None) -> int | tuple[int, ...]:
+    if state is None or isinstance(state, ProjectedState):
+        return 0 if state is None else state.position
+    return tuple(0 if one is None else one.position for one in state)

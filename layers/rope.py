@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,11 +31,16 @@ def frequencies(rotary_dim: int, base: float, style: str, device: torch.device |
     return torch.pow(float(base), -exponent)
 
 
-def positions(tokens: int, start: int = 0, lengths: tuple[int, ...] = (), device=None) -> Tensor:
-    """Absolute positions `[T]`: from `start`, or from 0 in each packed document."""
-    if lengths:
-        return torch.cat([torch.arange(length, device=device) for length in lengths])
-    return torch.arange(start, start + tokens, device=device)
+def positions(
+    tokens: int, start: int | Sequence[int] = 0, lengths: tuple[int, ...] = (), device=None
+) -> Tensor:
+    """Absolute positions `[T]` from `start`; in packed documents from 0 in each, or from each one's start."""
+    if not lengths:
+        assert isinstance(start, int)
+        return torch.arange(start, start + tokens, device=device)
+    starts = [0] * len(lengths) if isinstance(start, int) else start
+    ranges = zip(starts, lengths, strict=True)
+    return torch.cat([torch.arange(first, first + length, device=device) for first, length in ranges])
 
 
 def rotary(positions: Tensor, rotary_dim: int, base: float, style: str) -> Rotary:

@@ -63,6 +63,7 @@ class RWKV7(Mixer):
     """
 
     Options = RWKV7Options
+    position_free = True
 
     # The low-rank maps: offset, into and out of the narrow space. The output gate has no offset.
     w0: nn.Parameter

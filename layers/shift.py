@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 FALLBACKS = ("first", "zero")
 
 
+Last = Tensor | Sequence[Tensor | None] | None
+"""What a call begins after, `[B, C]`, or None at the start; a list of these for a packed row's documents."""
+
+
 def token_shift(
-    x: Tensor, mix: Tensor, last: Tensor | None = None, fallback: str = "first", lengths: tuple[int, ...] = ()
+    x: Tensor, mix: Tensor, last: Last = None, fallback: str = "first", lengths: tuple[int, ...] = ()
 ) -> Tensor:
     """`x_t + mix * (x_{t-1} - x_t)`.
 
@@ -21,33 +27,46 @@ def token_shift(
     return torch.lerp(x, previous(x, last, fallback, lengths), mix.to(x.dtype))
 
 
-def previous(
-    x: Tensor, last: Tensor | None = None, fallback: str = "first", lengths: tuple[int, ...] = ()
-) -> Tensor:
+def previous(x: Tensor, last: Last = None, fallback: str = "first", lengths: tuple[int, ...] = ()) -> Tensor:
     """`x_{t-1}` for every t.
 
     Args:
         x: `[B, T, C]`.
-        last: the vector before the first one, `[B, C]`, carried from the previous call; None at the start.
+        last: the vector before the first one, carried from the previous call.
         fallback: what stands before the first vector of a sequence: "first" (itself, so no shift) or "zero".
-        lengths: of packed documents; `last` stands before the first one, each other starts anew.
+        lengths: of packed documents; each starts anew, but for the first, which goes on from a tensor `last`,
+            or for all those that a list gives one.
     """
     assert fallback in FALLBACKS
+    if not lengths:
+        assert last is None or isinstance(last, Tensor)
+        first = _start(x[:, 0], last, fallback)
+        return torch.cat((first[:, None], x[:, :-1]), 1)
+    starts = torch.tensor((0, *lengths[:-1]), device=x.device).cumsum(0)
+    own = _start(x[0, starts], None, fallback)
+    if isinstance(last, Tensor):
+        last = [last, *[None] * (len(lengths) - 1)]
     if last is not None:
-        first = last[:, None].to(x.dtype)
-    else:
-        first = x[:, :1] if fallback == "first" else torch.zeros_like(x[:, :1])
-    before = torch.cat((first, x[:, :-1]), 1)
-    if len(lengths) > 1:
-        starts = torch.tensor(lengths[:-1], device=x.device).cumsum(0)
-        own = x[:, starts] if fallback == "first" else torch.zeros_like(x[:, starts])
-        before = before.index_copy(1, starts, own)
-    return before
+        pairs = zip(own.split(1), last, strict=True)
+        own = torch.cat([start if carried is None else carried.to(x.dtype) for start, carried in pairs])
+    if len(lengths) == x.shape[1]:
+        return own[None]
+    return torch.cat((x[:, :1], x[:, :-1]), 1).index_copy(1, starts, own[None])
 
 
-def last_token(x: Tensor) -> Tensor:
-    """The vector to carry into the next call: `[B, C]`, a copy that does not keep `x` alive."""
-    return x[:, -1].clone()
+def _start(x: Tensor, last: Tensor | None, fallback: str) -> Tensor:
+    """What stands before the vectors `x` `[N, C]` that begin a call."""
+    if last is not None:
+        return last.to(x.dtype)
+    return x if fallback == "first" else torch.zeros_like(x)
+
+
+def last_token(x: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:
+    """The vector to carry into the next call: `[B, C]`, a copy that does not keep `x` alive; for a packed
+    row one per document, `[N, C]`."""
+    if not lengths:
+        return x[:, -1].clone()
+    return x[0, torch.tensor(lengths, device=x.device).cumsum(0) - 1]
 
 
 def shift_ramp(mix: Tensor, power: float) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..block import Block
+from ..generate import prefill, read_row
 from ..loss import Loss
 from ..model import HybridLM
 from ..recipe import batch_geometry
@@ -230,6 +231,33 @@ def serving(model: HybridLM, parts: Parts, tokens: int, piece: int, decoded: int
     return found
 
 
+@torch.no_grad()
+def together(model: HybridLM, tokens: int, count: int = 8, steps: int = 16) -> dict[str, Any]:
+    """Tokens a second of `count` sequences, after prompts of `tokens` / count to `tokens` tokens, that step
+    together as one packed row, and of the same stepping one by one."""
+    device = model.head.weight.device
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.vocab_size, (tokens,), generator=generator).to(device)
+    lengths = [tokens * (i + 1) // count for i in range(count)]
+    token = ids[:1]
+
+    def run(parts: list[slice]) -> Callable[[], None]:
+        _, states = prefill(model, [ids[:length] for length in lengths])
+
+        def steps_of_all() -> None:
+            for _ in range(steps):
+                for part in parts:
+                    _, states[part] = read_row(model, [token] * len(states[part]), states[part])
+
+        return steps_of_all
+
+    runs = {"together": run([slice(None)]), "one by one": run([slice(i, i + 1) for i in range(count)])}
+    times = alternate(runs, rounds=3, device=device)
+    return {"sequences": count, "prompts": lengths} | {
+        f"{name}, tokens/s": count * steps / value for name, value in times.items()
+    }
+
+
 def _with_rest(by_part: dict[str, float], whole: float) -> dict[str, float]:
     named = {label.removesuffix(", forward"): value for label, value in by_part.items()}
     return {**named, REST: max(0.0, whole - sum(named.values()))}
@@ -256,6 +284,7 @@ def bench_model(recipe: Recipe, output: str | None, *, device: str | None = None
     entries = utilisation(step_parts(trainer, parts), part_flops(model, tokens), batch * tokens, peak)
     trainer.model.zero_grad(set_to_none=True)
     served = serving(model, parts, tokens, min(tokens, 1024), 32)
+    served["ragged"] = together(model, tokens)
     results = {
         "environment": environment(device),
         "pattern": recipe.model.pattern,
@@ -285,6 +314,11 @@ def report(results: dict[str, Any]) -> str:
         rate = found["tokens"] / found["seconds"]
         title = f"{phase.capitalize()} of {found['tokens']} tokens, one sequence ({rate:.4g} tokens/s)"
         lines.append(shares_table(title, found["parts"]))
+    ragged = results["ragged"]
+    lines.append(
+        f"Decoding of {ragged['sequences']} sequences of different lengths, tokens/s: "
+        f"{ragged['together, tokens/s']:.4g} together, {ragged['one by one, tokens/s']:.4g} one by one"
+    )
     return "\n\n".join(lines)
 
 

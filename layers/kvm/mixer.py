@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..base import Context, Flops, LayerError, always_used, initialise, is_count, require
 from ..cut import SequenceCut
 from ..norms import LayerNorm, compute_dtype
-from ..projections import Heads, ProjectedMixer, ProjectedState, ProjectionOptions
+from ..projections import Heads, Projected, ProjectedMixer, ProjectedState, ProjectionOptions
 from ..registry import register
 from .attention import KVMSpec, KVMState, kvm_attention
 from .budget import MODES, Budget
@@ -145,12 +145,21 @@ class KVM(ProjectedMixer):
             initialise(self.front_head_temp, nn.init.ones_)
             initialise(self.state_head_temp, nn.init.ones_)
 
-    def mix(
-        self, x: Tensor, context: Context, state: KVMLayerState | None
+    def gates(self, x: Tensor, context: Context) -> Tensor | None:
+        """Logits of the merge gate."""
+        if not self.spec.gated:
+            return None
+        logits = self.merge_gate(x)
+        if context.statistics is not None:
+            mean, deviation = _spread(_gate(logits.detach()), context.cut)
+            context.statistics.update(self._named({"gate_mean": mean, "gate_std": deviation}))
+        return logits
+
+    def core(
+        self, heads: Projected, context: Context, state: KVMLayerState | None
     ) -> tuple[Tensor, KVMLayerState | None]:
-        logits = self.merge_gate(x) if self.spec.gated else None
-        q, k, v, shift, own_logits = self.project(x, context, state, logits)
-        gate = None if own_logits is None else _gate(own_logits)
+        q, k, v, shift, logits = heads
+        gate = None if logits is None else _gate(logits)
         layer, routes = self.site.layer, context.routes
         statistics: dict[str, Tensor] | None = None if context.statistics is None else {}
         y, operator, made = kvm_attention(
@@ -174,8 +183,8 @@ class KVM(ProjectedMixer):
         if routes is not None:
             routes.setdefault(layer, made)
         if statistics is not None and context.statistics is not None:
-            context.statistics.update(self._statistics(statistics, logits, context))
-        y = self.output(y, x, context)
+            statistics["window_mass"] = 1 - statistics["state_mass"]
+            context.statistics.update(self._named(statistics))
         if operator is None:
             return y, None
         return y, KVMLayerState(operator.position, *shift, operator)
@@ -186,13 +195,8 @@ class KVM(ProjectedMixer):
             return None
         return self.own(self.front_head_temp if of == "front" else self.state_head_temp, context)
 
-    def _statistics(
-        self, found: dict[str, Tensor], logits: Tensor | None, context: Context
-    ) -> dict[str, Tensor]:
-        """The operator's statistics and the gate's, by the names they have in `Context.statistics`."""
-        found["window_mass"] = 1 - found["state_mass"]
-        if logits is not None:
-            found["gate_mean"], found["gate_std"] = _spread(_gate(logits.detach()), context.cut)
+    def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """By the names they have in `Context.statistics`."""
         return {f"{self.site.layer}/{name}": value for name, value in found.items()}
 
     def _gates(self) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..base import Context, Flops, initialise, is_count, require
 from ..norms import compute_dtype
-from ..projections import ProjectedMixer, ProjectedState
+from ..projections import Projected, ProjectedMixer, ProjectedState
 from ..registry import register
 from .attention import OVQState, ovq_attention
 from .dictionary import size_after
@@ -71,17 +71,21 @@ class OVQ(ProjectedMixer):
         super().reset_parameters()
         initialise(self.beta, nn.init.ones_)
 
-    def mix(
-        self, x: Tensor, context: Context, state: OVQLayerState | None
-    ) -> tuple[Tensor, OVQLayerState | None]:
-        q, k, v, shift, _ = self.project(x, context, state)
-        wide = compute_dtype(q)
+    def project(self, x: Tensor, context: Context, state: Any) -> Projected:
+        heads = super().project(x, context, state)
+        wide = compute_dtype(heads.q)
         scale = self.own(self.beta, context).to(wide)[:, None] * math.sqrt(self.head_dim)
+        q, k = _unit(heads.q.to(wide)) * scale, _unit(heads.k.to(wide))
+        return heads._replace(q=q.to(heads.q.dtype), k=k.to(heads.k.dtype))
+
+    def core(
+        self, heads: Projected, context: Context, state: OVQLayerState | None
+    ) -> tuple[Tensor, OVQLayerState | None]:
         routes, layer = context.routes, self.site.layer
         y, operator, made = ovq_attention(
-            (_unit(q.to(wide)) * scale).to(q.dtype),
-            _unit(k.to(wide)).to(k.dtype),
-            v,
+            heads.q,
+            heads.k,
+            heads.v,
             chunk=self.options.chunk,
             max_centroids=self.options.max_centroids,
             state=None if state is None else state.operator,
@@ -90,10 +94,9 @@ class OVQ(ProjectedMixer):
         )
         if routes is not None:
             routes.setdefault(layer, made)
-        y = self.output(y, x, context)
         if operator is None or not context.want_state:
             return y, None
-        return y, OVQLayerState(operator.position, *shift, operator)
+        return y, OVQLayerState(operator.position, *heads.shift, operator)
 
     def empty_state(self, batch: int) -> OVQLayerState:
         like = self.c_k.weight.new_empty(batch, 0, self.num_heads, self.head_dim)

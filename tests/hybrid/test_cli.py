@@ -108,7 +108,7 @@ def test_overrides_and_options_come_in_any_order(given):
         (["generate", "r", "--separator", "--"], "argument --separator: expected one argument"),
         (["generate", "r", "--separator=x"], "--separator belongs to --prompts-file"),
         (["generate", "r", "--top-p", "1.5"], "top_p is 1.5; it must be above 0 and at most 1"),
-        (["generate", "r", "--max-tokens", "0"], "max_tokens is 0; it must be 1 or more"),
+        (["generate", "r", "--max-tokens", "-1"], "max_tokens is -1; it must be 0 or more"),
         (["generate", "r", "--prompts-file", "no/such"], "no/such: No such file or directory"),
     ],
 )

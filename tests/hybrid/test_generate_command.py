@@ -63,6 +63,41 @@ def test_several_prompts_and_samples_are_titled_and_in_order(folder, capsys, tmp
     )
 
 
+def test_a_document_is_read_once_and_gone_on_with_later(folder, capsys, tmp_path):
+    def run(*arguments):
+        assert cli.main(["generate", str(folder), "--seed", "4", *arguments]) == 0
+        return capsys.readouterr().out
+
+    document, kept = "line 3 has words\n" * 40, str(tmp_path / "state")
+    (tmp_path / "p.txt").write_text(document)
+    read = ["--prompts-file", str(tmp_path / "p.txt"), "--separator=---"]
+    whole = run(*read, "--max-tokens", "24").removesuffix("\n")
+    assert run(*read, "--max-tokens", "0", "--save-state", kept) == document
+    first = run("--load-state", kept, "--max-tokens", "9", "--save-state", kept).removesuffix("\n")
+    rest = run("--load-state", kept, "--max-tokens", "15").removesuffix("\n")
+    assert document.removesuffix("\n") + first + rest == whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a", "--prompt", "b", "--save-state", "{}/s"], "keeps one text, but 2 prompts"),
+        (["--samples", "2", "--save-state", "{}/s"], "keeps one text, but 1 prompts x 2 samples"),
+        (["--prompt", "a", "--prompt", "b", "--load-state", "{}/s"], "goes on with one prompt, but 2 are"),
+        (["--save-state", "{}/none/s"], "none/s: it must be a file in a folder that exists"),
+        (["--save-state", "{}"], "it must be a file in a folder that exists"),
+        (["--load-state", "{}/absent"], "absent: no such file"),
+    ],
+)
+def test_state_files_that_cannot_serve_are_refused_before_the_model_is_read(
+    tmp_path, capsys, arguments, message
+):
+    arguments = [text.format(tmp_path) for text in arguments]
+    assert cli.main(["generate", str(tmp_path / "no model"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("absent", "message"),
     [

@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
-from hybrid.generate import (
+from hybrid.choice import (
     GenerateError,
     Settings,
     StopMatcher,
     choose,
-    generate,
     kept_probabilities,
     penalise_repetition,
 )
+from hybrid.generate import generate
 
 NONE = torch.zeros(0, dtype=torch.long)
 
@@ -78,7 +78,7 @@ def test_draws_follow_the_probabilities():
         ("top_p", 1.01),
         ("repetition_penalty", 0.0),
         ("seed", -1),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("samples", 0),
         ("batch", 0),
     ],
@@ -150,50 +150,59 @@ class ByteStream:
         return self._decoder.decode(b"", True)
 
 
-class LastToken:
-    """A state of the stand-in model: the tokens seen by each sequence `[B, T]`."""
+class Seen:
+    """A state of the stand-in models: the tokens seen `[T]`."""
 
-    def __init__(self, seen):
-        self.seen = seen
+    def __init__(self, ids):
+        self.ids = ids
 
-    def map(self, change):
-        return LastToken(change(self.seen))
-
-
-class Scripted(torch.nn.Module):
-    """Predicts a script after the prompt; the vocabulary is padded to 320 with a tempting id."""
-
-    def __init__(self, script: bytes, prompt_tokens: int, end: bool = True):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.ids = [4 + b for b in script] + ([2] if end else [])
-        self.start = prompt_tokens
-
-    def forward(self, ids, state=None):
-        seen = ids if state is None else torch.cat([state.seen, ids], 1)
-        logits = torch.zeros(*ids.shape, 320)
-        logits[..., 300] = 9.0
-        for offset in range(ids.shape[1]):
-            step = seen.shape[1] - ids.shape[1] + offset + 1 - self.start
-            logits[:, offset, self.ids[step] if 0 <= step < len(self.ids) else 5] = 5.0
-        return logits, LastToken(seen)
+    def fork(self):
+        return Seen(self.ids.clone())
 
 
-class Counting(torch.nn.Module):
-    """The next token depends on everything seen: a fixed random function of the ids' sum."""
+class StandIn(torch.nn.Module):
+    """Takes packed rows as a HybridLM does; `after` gives the logits after the tokens seen `[T]`.
+
+    `calls` holds the documents' lengths of each call. The vocabulary is padded to 320.
+    """
 
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.calls = []
 
-    def forward(self, ids, state=None):
-        self.calls.append(tuple(ids.shape))
-        seen = ids if state is None else torch.cat([state.seen, ids], 1)
+    def forward(self, ids, states, *, cu_seqlens, last_only):
+        assert last_only
+        lengths = cu_seqlens.diff().tolist()
+        self.calls.append(tuple(lengths))
+        pieces = zip(ids[0].split(lengths), states, strict=True)
+        seen = [piece if state is None else torch.cat([state.ids, piece]) for piece, state in pieces]
+        return torch.stack([self.after(one) for one in seen])[None], [Seen(one) for one in seen]
+
+
+class Scripted(StandIn):
+    """Predicts a script after the prompt; an id of the padding is tempting."""
+
+    def __init__(self, script: bytes, prompt_tokens: int, end: bool = True):
+        super().__init__()
+        self.ids = [4 + b for b in script] + ([2] if end else [])
+        self.start = prompt_tokens
+
+    def after(self, seen):
+        logits = torch.zeros(320)
+        logits[300] = 9.0
+        step = len(seen) - self.start
+        logits[self.ids[step] if 0 <= step < len(self.ids) else 5] = 5.0
+        return logits
+
+
+class Counting(StandIn):
+    """The next token depends on everything seen: a fixed random function of the ids' sum."""
+
+    def after(self, seen):
         table = torch.randn(97, 320, generator=torch.Generator().manual_seed(0)) * 3
         table[:, :3] = -20.0
-        sums = seen.cumsum(1)[:, -ids.shape[1] :]
-        return table[sums % 97], LastToken(seen)
+        return table[int(seen.sum()) % 97]
 
 
 def streamed(model, **settings):
@@ -234,7 +243,7 @@ def test_ids_that_only_pad_the_vocabulary_are_never_chosen():
 def test_empty_prompt_starts_from_the_begin_token():
     model = Counting()
     generate(model, Bytes(), [""], max_tokens=2)
-    assert model.calls == [(1, 1), (1, 1)]
+    assert model.calls == [(1,), (1,)]
 
 
 @pytest.mark.parametrize(
@@ -250,23 +259,47 @@ def test_every_result_is_the_one_the_prompt_gets_alone(settings):
     ]
 
 
-def test_equal_lengths_share_a_batch():
+def test_prompts_of_any_lengths_are_read_and_go_on_together():
     model = Counting()
-    generate(model, Bytes(), ["abc", "x", "def"], max_tokens=2)
-    assert model.calls == [(2, 4), (2, 1), (1, 2), (1, 1)]
+    generate(model, Bytes(), ["abc", "x", "def"], max_tokens=3)
+    assert model.calls == [(4, 2, 4), (1, 1, 1), (1, 1, 1)]
 
 
-def test_rows_that_ended_leave_the_batch():
-    class Ends(Counting):
-        def forward(self, ids, state=None):
-            logits, state = super().forward(ids, state)
-            logits[(state.seen[:, 1] == 4 + ord("a")) & (state.seen.shape[1] >= 4), -1, 2] = 99.0
-            return logits, state
+class Ends(Counting):
+    """Ends a text that begins with `a` after one new token."""
 
+    def after(self, seen):
+        logits = super().after(seen)
+        if seen[1] == 4 + ord("a") and len(seen) >= 4:
+            logits[2] = 99.0
+        return logits
+
+
+def test_rows_that_ended_leave():
     model = Ends()
     results = generate(model, Bytes(), ["az", "bz"], max_tokens=4)
     assert [(r.reason, len(r.ids)) for r in results] == [("eos", 1), ("length", 4)]
-    assert model.calls == [(2, 3), (2, 1), (1, 1), (1, 1)]
+    assert model.calls == [(3, 3), (1, 1), (1,), (1,)]
+
+
+def test_rows_that_wait_take_the_place_of_those_that_ended():
+    model = Ends()
+    results = generate(model, Bytes(), ["az", "bz", "c"], max_tokens=4, batch=2)
+    assert [(r.reason, len(r.ids)) for r in results] == [("eos", 1), ("length", 4), ("length", 4)]
+    assert model.calls == [(3, 3), (1, 1), (1,), (2,), (1, 1), (1,), (1,)]
+
+
+def test_a_prompt_is_read_once_for_all_its_samples():
+    model = Counting()
+    generate(model, Bytes(), ["abc"], max_tokens=3, samples=5, batch=2, temperature=1.0)
+    assert model.calls == [(4,), *[(1, 1)] * 4, *[(1,)] * 2]
+
+
+def test_without_new_tokens_the_prompt_is_only_read():
+    model = Counting()
+    (result,) = generate(model, Bytes(), ["abc"], max_tokens=0)
+    assert (result.ids, result.text, result.reason) == ((), "", "length")
+    assert model.calls == [(4,)]
 
 
 def test_sample_i_of_seed_s_is_sample_0_of_seed_s_plus_i():
@@ -279,14 +312,13 @@ def test_sample_i_of_seed_s_is_sample_0_of_seed_s_plus_i():
 def test_long_prompts_are_read_in_pieces_of_bounded_size():
     model = Counting()
     generate(model, Bytes(), ["a" * 3000, "b" * 3000], max_tokens=1)
-    assert model.calls == [(2, 512)] * 5 + [(2, 441)]
+    assert model.calls == [(1024,), (1024,), (953, 71), (1024,), (1024,), (882,)]
 
 
 def test_logits_that_are_not_finite_are_reported():
     class Diverged(Counting):
-        def forward(self, ids, state=None):
-            logits, state = super().forward(ids, state)
-            return logits * math.nan, state
+        def after(self, seen):
+            return super().after(seen) * math.nan
 
     with pytest.raises(GenerateError, match="not finite after 0 new tokens of prompt 1"):
         generate(Diverged(), Bytes(), ["a"])

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from hybrid import state_file
 from hybrid.layers.base import LayerError
 from hybrid.model import ModelError
 from hybrid.state import HybridState, StateError
@@ -176,6 +177,50 @@ def test_a_forked_state_shares_no_memory():
         assert fork._tensors()[name].data_ptr() != tensor.data_ptr() or tensor.numel() == 0
 
 
+# Rows
+
+
+def test_selected_rows_go_on_like_their_sources():
+    model, text = mini("KRWFB"), ids(60, batch=3)
+    with torch.no_grad():
+        _, state = model(text[:, :50])
+        picked = state.select([2, 0, 2])
+        assert (picked.batch, picked.position) == (3, 50)
+        found, _ = model(text[[2, 0, 2], 50:], picked)
+        expected, _ = model(text[:, 50:], state)  # still good
+    assert difference(found, expected[[2, 0, 2]]) <= EQUAL
+    with pytest.raises(StateError, match="row 3 is wanted of a state of 3 sequences"):
+        model(text)[1].select([0, 3])
+
+
+@pytest.mark.parametrize("pattern", ["KRWFB", "QGDM"])
+def test_concatenated_states_go_on_like_each(pattern):
+    model, text = mini(pattern), ids(60, batch=3)
+    with torch.no_grad():
+        whole, _ = model(text)
+        states = [model(text[:1, :50])[1], model(text[1:, :50])[1]]
+        joined = HybridState.concatenate(states)
+        assert (joined.batch, joined.position) == (3, 50)
+        found, _ = model(text[:, 50:], joined)
+    assert difference(found, whole[:, 50:]) <= EQUAL
+
+
+def test_states_that_cannot_share_a_batch_are_refused():
+    with torch.no_grad():
+        states = [mini()(ids(n))[1] for n in (20, 21)]
+        with pytest.raises(StateError, match=r"at positions 20 and 21; .* packed row the list"):
+            HybridState.concatenate(states)
+        with pytest.raises(StateError, match="different models: it has 2 layers, the other 4"):
+            HybridState.concatenate([states[0], mini("KR")(ids(20))[1]])
+        double = mini().double()(ids(20))[1]
+        with pytest.raises(StateError, match=r"differ in layers\.0\.last, .*float64.*float32"):
+            HybridState.concatenate([states[0], double])
+        with pytest.raises(StateError, match="no state is given"):
+            HybridState.concatenate([])
+        with pytest.raises(StateError, match="one state is given for two documents"):
+            mini()(ids(2), [states[0], states[0]], cu_seqlens=borders(1, 1))
+
+
 # Files
 
 
@@ -231,16 +276,26 @@ def test_files_that_hold_no_state_are_refused(tmp_path):
         HybridState.load(tmp_path / "cut")
 
 
+def test_a_changed_byte_is_found(tmp_path):
+    with torch.no_grad():
+        mini("F")(ids(5))[1].save(tmp_path / "s")
+    content = bytearray((tmp_path / "s").read_bytes())
+    content[-5] ^= 1
+    (tmp_path / "s").write_bytes(content)
+    with pytest.raises(StateError, match=r"damaged .*checksum"):
+        HybridState.load(tmp_path / "s")
+
+
 def test_a_state_of_a_layer_that_is_not_installed_is_refused(tmp_path):
-    described = [{"class": "StrangeState", "fields": {}}]
-    metadata = {"format": "hybrid-state-1", "position": "3", "layout": "[]", "layers": json.dumps(described)}
-    save_file({"layers.0.x": torch.zeros(1)}, tmp_path / "s", metadata)
+    strange = json.dumps([{"class": "StrangeState", "fields": {}}])
+    texts = {"position": "3", "layout": "[]", "layers": strange}
+    state_file.write(tmp_path / "s", texts, {"layers.0.x": torch.zeros(1)})
     with pytest.raises(StateError, match="'StrangeState', of which no layer is installed"):
         HybridState.load(tmp_path / "s")
-    metadata["layers"] = "[{"
-    save_file({"layers.0.x": torch.zeros(1)}, tmp_path / "s", metadata)
-    with pytest.raises(StateError, match="damaged"):
-        HybridState.load(tmp_path / "s")
+    for wrong in ("[{", '["x"]', "3", '[{"class": "BlockState", "fields": {"none": 1}}]'):
+        state_file.write(tmp_path / "s", texts | {"layers": wrong}, {"layers.0.x": torch.zeros(1)})
+        with pytest.raises(StateError, match="the state is damaged"):
+            HybridState.load(tmp_path / "s")
 
 
 # Refusals come before anything is changed

@@ -109,6 +109,30 @@ def test_packed_documents_continue_from_their_states(kind):
 
 
 @every_kind
+def test_documents_at_any_positions_go_on_together_as_each_alone(kind):
+    """Equal lengths too, where position-free mixers make one batch of several documents."""
+    mixer, x = build(kind), tokens(4, 40)
+    places, states, found = [0] * 4, [None] * 4, [[] for _ in range(4)]
+    with torch.no_grad():
+        expected, _ = mixer(x)
+        for lengths in ([9, 4, 1, 4], *[[1] * 4] * 12, [7, 3, 3, 7], [2] * 4):
+            pieces = [
+                x[i : i + 1, at : at + n] for i, (at, n) in enumerate(zip(places, lengths, strict=True))
+            ]
+            row = torch.cat(pieces, 1)
+            y, states = mixer(row, packed_context(row, lengths), states)
+            for i, piece in enumerate(y.split(lengths, 1)):
+                found[i].append(piece)
+                places[i] += lengths[i]
+                assert states[i].position == places[i]
+        for i, pieces in enumerate(found):
+            torch.testing.assert_close(
+                torch.cat(pieces, 1), expected[i : i + 1, : places[i]], atol=1e-10, rtol=0
+            )
+            assert_same_state(states[i], mixer(x[i : i + 1, : places[i]])[1], 1e-10)
+
+
+@every_kind
 def test_a_sequence_does_not_depend_on_its_neighbours_in_the_batch(kind):
     mixer, x = build(kind), tokens(3, 50)
     y, _ = mixer(x)
