@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .initialise import normal_linears, orthogonal
 from .layers.base import Context, Flops, Mixer, Site, initialise
+from .layers.cut import SequenceCut
 from .layers.norms import make_norm
 from .layers.shift import Last, last_token, shift_ramp, token_shift
 from .schema import ModelSection
@@ -58,9 +59,13 @@ class FeedForward(nn.Module):
         self.c_fc = nn.Linear(hidden, width, bias=False)
         self.c_proj = nn.Linear(width, hidden, bias=False)
 
-    def forward(self, h: Tensor, lengths: tuple[int, ...] = (), last: Last = None) -> Tensor:
-        """`h` `[B, T, C]`; for a packed row with its documents' lengths."""
+    def forward(
+        self, h: Tensor, lengths: tuple[int, ...] = (), last: Last = None, cut: SequenceCut | None = None
+    ) -> Tensor:
+        """`h` `[B, T, C]`; for a packed row with its documents' lengths, for a cut one with the cut."""
         if self.x_k is not None:
+            if cut is not None:
+                (h,), (last,) = cut.halo(h)
             h = token_shift(h, self.x_k, last, fallback="zero", lengths=lengths)
         inner = self.c_fc(h)
         if self.form == "relu2":
@@ -126,7 +131,7 @@ class Block(nn.Module):
         y, mixer_state = self.mixer(h, inner, _each(state, packed, "mixer"))
         x = self._add(x, y)
         h = self.norm_ffn(x)
-        x = self._add(x, self.ffn(h, context.lengths, _each(state, packed, "last")))
+        x = self._add(x, self.ffn(h, context.lengths, _each(state, packed, "last"), context.cut))
         after = self._state_after(h, context, mixer_state) if context.want_state else None
         return x, after, inner.first_values
 

@@ -120,6 +120,17 @@ class SequenceCut:
         counts = [x.numel()] * self.size
         return self._exchange("gather", flat, counts, counts).view(self.size, *x.shape)
 
+    def earlier(self, x: Tensor) -> Tensor:
+        """What every rank before this one gave as `x` (one shape on all ranks), `[rank, ...]` in rank order.
+
+        The gradient of `x` is the sum of what all later ranks give their copies of it.
+        """
+        later = self.size - 1 - self.rank
+        sends = [0] * (self.rank + 1) + [x.numel()] * later
+        receives = [x.numel()] * self.rank + [0] * (later + 1)
+        y = self._exchange("earlier", x.expand(later, *x.shape).flatten(), sends, receives)
+        return y.view(self.rank, *x.shape)
+
     def previous(self, x: Tensor) -> Tensor:
         """What the previous rank gave as `x` (one shape on all ranks); zeros on the first rank."""
         sends, receives = [0] * self.size, [0] * self.size

@@ -14,11 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Context, Flops, LayerError, Mixer, MixerState, Site, initialise, is_count, require
+from .linear.across import AcrossRanks, states_bytes
 from .linear.decay import reset_decay_rate, reset_time_step
 from .linear.delta_rule import gated_delta_rule
-from .linear.short_conv import ShortConv
+from .linear.short_conv import ShortConv, last_of_rank, refuse_short_chunks
 from .norms import RMSNorm, compute_dtype
 from .registry import register
+
+DELTA_RULE = AcrossRanks(gated_delta_rule)
 
 
 @dataclass
@@ -152,6 +155,12 @@ class DeltaMixer(Mixer):
     def check(cls, options: Any, site: Site) -> None:
         cls.heads(options, site.hidden_size)
 
+    @classmethod
+    def check_cut(cls, options: Any, site: Site, size: int, tokens: int) -> None:
+        """Ranks exchange states, and the tokens that the convolutions see."""
+        if options.use_short_conv:
+            refuse_short_chunks(f"layer {site.layer} ({cls.kind})", options.conv_size, size, tokens)
+
     def reset_parameters(self) -> None:
         """Linear maps and convolutions as torch initialises them."""
         for linear in self.modules():
@@ -165,21 +174,24 @@ class DeltaMixer(Mixer):
     def mix(self, x: Tensor, context: Context, state: DeltaState | None) -> tuple[Tensor, DeltaState | None]:
         state = state or DeltaState()
         u_q, u_k, u_v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if context.cut is not None and self.options.use_short_conv:
+            u_q, lasts = last_of_rank(context.cut, self.options.conv_size, u_q, u_k, u_v)
+            state = DeltaState(0, None, *lasts)
         q, conv_q = self._convolve("q", u_q, state.conv_q, context)
         k, conv_k = self._convolve("k", u_k, state.conv_k, context)
         v, conv_v = self._convolve("v", u_v, state.conv_v, context)
         beta = torch.sigmoid(self.b_proj(x).to(v.dtype))
         if self.options.allow_neg_eigval:
             beta = 2 * beta
-        o, recurrent = gated_delta_rule(
-            _unit(q.unflatten(-1, (self.num_heads, -1))),
-            _unit(k.unflatten(-1, (self.num_heads, -1))),
-            v.unflatten(-1, (self.num_v_heads, -1)),
-            self.log_decay(x),
-            beta,
-            state=state.recurrent,
-            lengths=context.lengths,
-            dtype=u_q.dtype,
+        o, recurrent = DELTA_RULE(
+            context,
+            state.recurrent,
+            u_q.dtype,
+            q=_unit(q.unflatten(-1, (self.num_heads, -1))),
+            k=_unit(k.unflatten(-1, (self.num_heads, -1))),
+            v=v.unflatten(-1, (self.num_v_heads, -1)),
+            g=self.log_decay(x),
+            beta=beta,
         )
         o = self.gate(self.o_norm(o.to(v.dtype)), x)
         y = self.o_proj(o.flatten(-2).to(x.dtype)).to(x.dtype)
@@ -226,6 +238,14 @@ class DeltaMixer(Mixer):
         if self.options.use_short_conv:
             held += (2 * self.key_width + self.v_width) * self.options.conv_size * element_size
         return held
+
+    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+        width = self.num_v_heads * self.head_k_dim * (self.head_k_dim + self.head_v_dim)
+        sent = states_bytes(rows, size, width, element_size)
+        if self.options.use_short_conv:
+            seen = self.options.conv_size - 1
+            sent += (size - 1) * rows * seen * (2 * self.key_width + self.v_width) * element_size
+        return sent
 
 
 def reset_linear(linear: nn.Linear) -> None:

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from .base import Context, Flops, LayerError, Mixer, MixerState, Site, initialise, is_count, require
 from .gated_deltanet import check_eps, reset_linear
+from .linear.across import DecayAcrossRanks, states_bytes
 from .linear.decay import reset_decay_rate, reset_time_step
-from .linear.short_conv import ShortConv
+from .linear.short_conv import ShortConv, last_of_rank, refuse_short_chunks
 from .linear.ssd import ssd
 from .norms import Norm, compute_dtype
 from .registry import register
+
+SSD = DecayAcrossRanks(ssd)
 
 
 @dataclass
@@ -122,6 +125,11 @@ class Mamba2(Mixer):
     def check(cls, options: Any, site: Site) -> None:
         cls.heads(options, site.hidden_size)
 
+    @classmethod
+    def check_cut(cls, options: Any, site: Site, size: int, tokens: int) -> None:
+        """Ranks exchange states, and the tokens that the convolution sees."""
+        refuse_short_chunks(f"layer {site.layer} ({cls.kind})", options.conv_size, size, tokens)
+
     def reset_parameters(self) -> None:
         """Linear maps and the convolution as torch initialises them."""
         reset_linear(self.in_proj)
@@ -137,20 +145,23 @@ class Mamba2(Mixer):
     ) -> tuple[Tensor, Mamba2State | None]:
         state = state or Mamba2State()
         z, u, dt = self.in_proj(x).split((self.inner, self.conv_width, self.num_heads), -1)
+        if context.cut is not None:
+            u, lasts = last_of_rank(context.cut, self.options.conv_size, u)
+            state = Mamba2State(0, None, *lasts)
         mixed, conv = self.conv1d(u, state.conv, context.lengths)
         inner, b, c = mixed.split((self.inner, self.group_width, self.group_width), -1)
         wide = mixed.dtype
         step = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
         inner = inner.unflatten(-1, (self.num_heads, -1))
         groups = (self.options.n_groups, -1)
-        o, recurrent = ssd(
-            step[..., None] * inner,
-            b.unflatten(-1, groups),
-            c.unflatten(-1, groups),
-            -self.A_log.to(wide).exp() * step,
-            state=state.recurrent,
-            lengths=context.lengths,
-            dtype=u.dtype,
+        o, recurrent = SSD(
+            context,
+            state.recurrent,
+            u.dtype,
+            x=step[..., None] * inner,
+            b=b.unflatten(-1, groups),
+            c=c.unflatten(-1, groups),
+            g=-self.A_log.to(wide).exp() * step,
         )
         o = o.to(wide) + self.D.to(wide)[:, None] * inner
         gated = self.norm(o.flatten(-2) * F.silu(z.to(wide)))
@@ -180,3 +191,8 @@ class Mamba2(Mixer):
     def state_bytes(self, context_length: int, element_size: int = 4) -> int:
         recurrent = self.inner * self.options.state_size * max(element_size, 4)
         return recurrent + self.conv_width * self.options.conv_size * element_size
+
+    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+        width = self.inner * self.options.state_size + self.num_heads
+        seen = (self.options.conv_size - 1) * self.conv_width
+        return states_bytes(rows, size, width, element_size) + (size - 1) * rows * seen * element_size

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from . import value_residual
 from .base import Context, Flops, LayerError, Mixer, MixerState, Site, initialise, is_count, require
+from .cut import SequenceCut
+from .linear.across import AcrossRanks, states_bytes
 from .linear.rwkv7_op import LEAST_LOG_DECAY, rwkv7_recurrence
 from .norms import compute_dtype
 from .registry import register
 from .shift import last_token, previous, shift_ramp
 
+RECURRENCE = AcrossRanks(rwkv7_recurrence)
 HEAD_DIM = 64
 NORM_EPS = 64e-5
 STREAMS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
@@ -123,6 +126,10 @@ class RWKV7(Mixer):
         cls.heads(options, site.hidden_size)
 
     @classmethod
+    def check_cut(cls, options: RWKV7Options, site: Site, size: int, tokens: int) -> None:
+        """Ranks exchange states, and the token that the shift mixes with."""
+
+    @classmethod
     def value_width(cls, options: RWKV7Options, site: Site) -> int | None:
         return site.hidden_size if options.value_residual else None
 
@@ -167,6 +174,8 @@ class RWKV7(Mixer):
 
     def mix(self, x: Tensor, context: Context, state: RWKV7State | None) -> tuple[Tensor, RWKV7State | None]:
         state = state or RWKV7State()
+        if context.cut is not None:
+            x, state = self._shift_state(x, context, context.cut)
         shifted = self._shifted(x, state.shift, context)
         r, k, v = self.receptance(shifted["r"]), self.key(shifted["k"]), self.value(shifted["v"])
         if self.options.value_residual:
@@ -179,10 +188,9 @@ class RWKV7(Mixer):
         kappa = F.normalize(self._split(k.to(wide) * self.k_k), dim=-1, eps=1e-12)
         k = k.to(wide) * (1 + (rate - 1) * self.k_a)
         r, log_decay, k, v, rate = (self._split(t) for t in (r, log_decay, k, v, rate))
-        o, recurrent = rwkv7_recurrence(
-            r, log_decay, k, v, -kappa, kappa * rate, state=state.recurrent, lengths=context.lengths,
-            dtype=r.dtype,
-        )  # fmt: skip
+        o, recurrent = RECURRENCE(
+            context, state.recurrent, r.dtype, r=r, log_decay=log_decay, k=k, v=v, a=-kappa, b=kappa * rate
+        )
         bonus = (r.to(wide) * k * self.r_k).sum(-1, keepdim=True) * v.to(wide)
         y = self.ln_x(o.to(wide)) + bonus
         y = self.output((y.flatten(-2) * gate.to(wide)).to(gate.dtype)).to(x.dtype)
@@ -225,12 +233,22 @@ class RWKV7(Mixer):
         value_residual.refuse_width(self.kind, self.site.layer, self.site.hidden_size, first)
         return value_residual.mix_values(v, first, self.v0, self.v2(self.v1(shifted)))
 
+    def _shift_state(self, x: Tensor, context: Context, cut: SequenceCut) -> tuple[Tensor, RWKV7State]:
+        """The token shifts' part of a state, from the rank before; go on with the returned x."""
+        if not self.options.token_shift:
+            return x, RWKV7State()
+        inputs = [x]
+        if self._reads_embedding:
+            inputs.append(x if context.embedding is None else context.embedding)
+        (x, *_), lasts = cut.halo(*inputs)
+        return x, RWKV7State(0, None, *lasts)
+
     @property
     def _reads_embedding(self) -> bool:
         """Whether the kind's shared values are made here of something else than the layer's input."""
         return self.options.value_residual and self.site.first_of_kind and self.site.layer > 0
 
-    def _state(self, x: Tensor, context: Context, state: RWKV7State, recurrent: Tensor) -> RWKV7State:
+    def _state(self, x: Tensor, context: Context, state: RWKV7State, recurrent: Tensor | None) -> RWKV7State:
         shift = shift_first = None
         if self.options.token_shift:
             shift = last_token(x)
@@ -265,6 +283,11 @@ class RWKV7(Mixer):
     def state_bytes(self, context_length: int, element_size: int = 4) -> int:
         size = self.site.hidden_size
         return size * self.head_dim * max(element_size, 4) + self._shifts * size * element_size
+
+    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+        hidden = self.site.hidden_size
+        states = states_bytes(rows, size, 2 * hidden * self.head_dim, element_size)
+        return states + (size - 1) * rows * self._shifts * hidden * element_size
 
     def no_decay(self) -> set[str]:
         return super().no_decay() | {"r_k"}  # a vector, by head

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..base import initialise
+from ..base import LayerError, always_used, initialise
 from ..norms import compute_dtype
+
+if TYPE_CHECKING:
+    from ..cut import SequenceCut
 
 
 class ShortConv(nn.Module):
@@ -39,18 +42,18 @@ class ShortConv(nn.Module):
 
         Args:
             last: `[B, channels, width]`, the inputs before the first, oldest first; None at the start.
-            lengths: of packed documents, each of which starts anew (`last` must be None then).
+            lengths: of packed documents; `last` stands before the first of them, the others start anew.
 
         Returns:
             `[B, T, channels]` in at least fp32, and the last `width` inputs, `[B, channels, width]`.
         """
-        assert last is None or len(lengths) < 2
         if last is None:
             last = u.new_zeros(u.shape[0], self.channels, self.width)
         padded = torch.cat((last.to(u.dtype).transpose(1, 2), u), 1)
         tail = padded[:, -self.width :].transpose(1, 2).clone(memory_format=torch.contiguous_format)
         padded = padded.to(compute_dtype(u))
-        y = self._documents(padded, lengths) if len(lengths) > 1 else self._convolve(padded[:, 1:])
+        padded = padded[:, 1:]
+        y = self._documents(padded, lengths) if len(lengths) > 1 else self._convolve(padded)
         return F.silu(y), tail
 
     def _convolve(self, padded: Tensor) -> Tensor:
@@ -59,13 +62,40 @@ class ShortConv(nn.Module):
         return y if self.bias is None else y + self.bias.to(padded.dtype)
 
     def _documents(self, padded: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Every document behind zeros of its own: spread them out, convolve the row, take what is theirs."""
+        """`_convolve` with every document after the first behind zeros of its own: spread them out, convolve
+        the row, take what is theirs."""
         sizes, room = torch.tensor(lengths), self.width - 1
-        gaps = torch.arange(1, len(lengths) + 1) * room
-        places = (torch.arange(int(sizes.sum())) + gaps.repeat_interleave(sizes)).to(padded.device)
+        gaps = (torch.arange(len(lengths)) * room).repeat_interleave(sizes)
+        places = (torch.arange(int(sizes.sum())) + gaps).to(padded.device)  # after the convolution
+        ahead = torch.arange(room, device=padded.device)
         spread = padded.new_zeros(1, int(sizes.sum()) + room * len(lengths), self.channels)
-        spread = spread.index_copy(1, places, padded[:, self.width :])
-        return self._convolve(spread).index_select(1, places - room)
+        spread = spread.index_copy(1, torch.cat((ahead, places + room)), padded)
+        return self._convolve(spread).index_select(1, places)
+
+
+def last_of_rank(
+    cut: SequenceCut, width: int, u: Tensor, *more: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """`u` `[B, T, channels]` to go on with, and `last` for convolutions of `width` over u and each of `more`:
+    what the rank before ends with, zero where that is another document; None where one begins here."""
+    every, seen = (u, *more), width - 1
+    if not seen:
+        return u, [None] * len(every)
+    piece = min(seen, (cut.lengths or (seen,))[-1])
+    tail = torch.cat([x[:, -piece:] for x in every], -1).transpose(1, 2)
+    before = cut.previous(F.pad(tail, (seen - piece, 0)))
+    if not cut.continues:
+        return always_used(u, before), [None] * len(every)
+    return u, list(F.pad(before, (1, 0)).split([x.shape[-1] for x in every], 1))
+
+
+def refuse_short_chunks(layer: str, width: int, size: int, tokens: int) -> None:
+    """LayerError unless a chunk has all that a convolution of `width` sees before the next one."""
+    if tokens // size < width - 1:
+        raise LayerError(
+            f"{layer} sees {width - 1} tokens before each (conv_size {width}), but {tokens} tokens cut over "
+            f"{size} ranks are {tokens // size} each; allowed: at least {size * (width - 1)} tokens"
+        )
 
 
 class _Taps(torch.autograd.Function):

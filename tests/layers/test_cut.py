@@ -49,9 +49,26 @@ def check(pool: Any, x: Tensor, expected: Tensor, operation: str, sent: list[int
         assert counted == {operation: sent[rank]}
 
 
+def earlier_in_rank(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, int]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    cut = SequenceCut(None, rank, size, T)
+    mine = x[rank].clone().requires_grad_()
+    y = cut.earlier(mine)
+    (y * weight[rank, :rank]).sum().backward()
+    assert mine.grad is not None
+    return y.detach(), mine.grad, cut.sent.total()
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [2, 4])
 class TestExchanges:
+    def test_earlier_gives_what_stands_before(self, rank_pools: Any, size: int):
+        x, weight = numbers(size, 3, 5), numbers(size, size, 3, 5, seed=1)
+        for rank, (y, grad, sent) in enumerate(rank_pools(size).run(earlier_in_rank, x, weight)):
+            assert torch.equal(y, x[:rank])
+            torch.testing.assert_close(grad, weight[rank + 1 :, rank].sum(0))
+            assert sent == (size - 1) * 15 * 8  # to the later ranks, and gradients to the earlier ones
+
     def test_gather_gives_all_and_sums_the_gradients(self, rank_pools: Any, size: int):
         x = numbers(size, 3, 5).requires_grad_()
         expected = x.expand(size, size, 3, 5)

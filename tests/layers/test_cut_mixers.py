@@ -16,7 +16,6 @@ from hybrid.layers.registry import mixer_class
 from .mixers import HIDDEN, KINDS, assert_same_gradients, build, packed_context, small_options, tokens
 
 T = 64
-CROSSING = [kind for kind in KINDS if mixer_class(kind).check_cut.__func__ is not Mixer.check_cut.__func__]
 ROWS = {  # batch, documents
     "equal": (2, ()),
     "packed": (1, (3, 30, 1, 17, 13)),  # over two borders, one token long, ending at none
@@ -76,7 +75,7 @@ def check(pool: Any, kind: str, row: str, **changes: Any) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", CROSSING)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_sequence_is_mixed_as_a_whole_one(rank_pools: Any, kind: str, size: int, row: str):
     """T012: two key/value heads over four ranks too."""
     check(rank_pools(size), kind, row)

@@ -41,13 +41,13 @@ def test_layer_vectors_hold(case):
 def test_values_on_the_way_hold(case, monkeypatch):
     seen = {}
 
-    def spy(*args, **options):
-        names = ("r", "log_w", "k", "v", "a", "b")
-        out = rwkv7_recurrence(*args, **options)
-        seen.update({f"mid.{name}": x for name, x in zip(names, args, strict=True)} | {"mid.wkv": out[0]})
+    def spy(**given):
+        out = rwkv7_recurrence(**given)
+        names = {"r": "r", "log_decay": "log_w", "k": "k", "v": "v", "a": "a", "b": "b"}
+        seen.update({f"mid.{theirs}": given[ours] for ours, theirs in names.items()} | {"mid.wkv": out[0]})
         return out
 
-    monkeypatch.setattr(module, "rwkv7_recurrence", spy)
+    monkeypatch.setattr(module.RECURRENCE, "operator", spy)
     stored = case.tensors()
     run_layer(case, stored)
     vectors.assert_near(case, stored, {name: x for name, x in seen.items() if name in stored})

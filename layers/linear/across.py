@@ -1,0 +1,143 @@
+"""Linear recurrences over a sequence that is cut over ranks.
+
+The state enters linearly, each value column for itself. A piece that starts from the state S `[K, V]` gives
+
+    o_t = o_t^0 + R_t S,     S_end = E + A S
+
+with o^0 and E those of a zero start, and the reach R_t `[1, K]` and the transition A `[K, K]` made by the
+piece's tokens alone. So every rank runs its chunk at once from zero, all exchange (E, A), each folds those of
+earlier ranks to its true start, and adds R_t S. Any number of ranks may share a sequence, whatever the heads.
+
+Only a rank's first piece can go on with the previous rank's last document, and only a rank that holds nothing
+else lets what came before it through: elsewhere A is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..base import Context, always_used
+from .chunks import running_decay
+
+
+class Part(NamedTuple):
+    """A rank's tokens, run as if nothing came before them, and what another start changes."""
+
+    out: Tensor  # [B, T, H, V]
+    end: Tensor  # [B, H, ...], the state after them
+    transition: (
+        Tensor  # [B, H, K, K] or, where it is a number, [B, H, 1, 1]: how the start is seen in the end
+    )
+    reached: Callable[[Tensor], Tensor] | None
+    """Start -> what it adds to the outputs of the first document, `[B, T1, H, V]`; None: that begins here."""
+
+    def from_start(self, start: Tensor) -> Tensor:
+        """The outputs `[B, T, H, V]` from the true start."""
+        if self.reached is None:
+            return self.out
+        added = self.reached(start)
+        first, rest = self.out.tensor_split((added.shape[1],), 1)
+        return torch.cat((first + added, rest), 1)
+
+
+class AcrossRanks:
+    """An operator for a call whose sequence may be cut over ranks.
+
+    The transition and the reach come out of the operator itself: K more value columns, which add nothing to
+    the state and start from the identity. That is a third fewer products than a first run for (E, A) and a
+    second from the true start. In the kernels of fla they are of 16 bits, as all outputs there.
+    """
+
+    def __init__(self, operator: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        """`operator(**tokens, state=, lengths=, dtype=)` gives outputs and the last document's end state."""
+        self.operator = operator
+
+    def __call__(
+        self, context: Context, state: Tensor | None, dtype: torch.dtype, **tokens: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The operator's outputs for this rank's `tokens` `[B, T, ...]`, and its state without a cut."""
+        cut = context.cut
+        if cut is None:
+            return self.operator(**tokens, state=state, lengths=context.lengths, dtype=dtype)
+        part = self.part(tokens, context.lengths, cut.continues, dtype)
+        with torch.autocast(part.end.device.type, enabled=False):
+            earlier = cut.earlier(torch.cat((part.end.flatten(2), part.transition.flatten(2)), -1))
+            if not cut.continues:
+                return always_used(part.out, earlier), None
+            end, transition = (x.shape[2:] for x in (part.end, part.transition))
+            ends, transitions = earlier.split((end.numel(), transition.numel()), -1)
+            start = fold(ends.unflatten(-1, end), transitions.unflatten(-1, transition))
+            return part.from_start(start), None
+
+    def part(self, tokens: dict[str, Tensor], lengths: Sequence[int], continues: bool, dtype: Any) -> Part:
+        """One rank's `tokens`: documents of `lengths` (empty for equal rows), of which the first `continues`
+        one of the rank before."""
+        if not continues:
+            out, end = self.operator(**tokens, lengths=lengths, dtype=dtype)
+            return Part(out, end, self.blocked(end), None)
+        if len(lengths) < 2:
+            return self.open(tokens, dtype)
+        first = self.open({name: x[:, : lengths[0]] for name, x in tokens.items()}, dtype)
+        rest = {name: x[:, lengths[0] :] for name, x in tokens.items()}
+        out, end = self.operator(**rest, lengths=lengths[1:], dtype=dtype)
+        return Part(torch.cat((first.out, out), 1), end, self.blocked(end), first.reached)
+
+    def open(self, tokens: dict[str, Tensor], dtype: torch.dtype) -> Part:
+        """One piece of each row, whose start is not known yet."""
+        v = tokens["v"]
+        (batch, _, heads, width), keys = v.shape, tokens["k"].shape[-1]
+        wide = torch.promote_types(v.dtype, torch.float32)
+        start = F.pad(torch.eye(keys, dtype=wide, device=v.device), (width, 0))
+        out, end = self.operator(
+            **tokens | {"v": F.pad(v, (0, keys))}, state=start.expand(batch, heads, -1, -1), dtype=dtype
+        )
+        out, reach = out.split((width, keys), -1)
+        end, transition = end.split((width, keys), -1)
+
+        def reached(start: Tensor) -> Tensor:
+            return (reach.transpose(1, 2).to(wide) @ start).transpose(1, 2)
+
+        return Part(out, end, transition, reached)
+
+    def blocked(self, end: Tensor) -> Tensor:
+        """The transition through the start of a document."""
+        return end.new_zeros(*end.shape[:2], end.shape[2], end.shape[2])
+
+
+class DecayAcrossRanks(AcrossRanks):
+    """The same for state space duality, whose transition is the decay, and whose reach the decay times C."""
+
+    def open(self, tokens: dict[str, Tensor], dtype: torch.dtype) -> Part:
+        out, end = self.operator(**tokens, dtype=dtype)
+        c = tokens["c"].to(end.dtype).transpose(1, 2)  # [B, G, T, N]
+        decay = running_decay(tokens["g"], 1).exp().to(end.dtype)[..., None]  # [B, T, H, 1]
+
+        def reached(start: Tensor) -> Tensor:
+            """`[B, H, P, N]` to `[B, T, H, P]`; the heads of a group are one product."""
+            by_group = start.unflatten(1, (c.shape[1], -1))
+            read = c @ by_group.flatten(2, 3).mT  # [B, G, T, M * P]
+            return read.transpose(1, 2).reshape(*decay.shape[:3], -1) * decay
+
+        return Part(out, end, decay[:, -1, :, :, None], reached)
+
+    def blocked(self, end: Tensor) -> Tensor:
+        return end.new_zeros(*end.shape[:2], 1, 1)
+
+
+def fold(ends: Sequence[Tensor] | Tensor, transitions: Sequence[Tensor] | Tensor) -> Tensor:
+    """The state after the last of consecutive parts, the first of which starts from zero."""
+    state = ends[0]
+    for end, transition in zip(ends[1:], transitions[1:], strict=True):
+        state = end + (transition * state if transition.shape[-1] == 1 else transition @ state)
+    return state
+
+
+def states_bytes(rows: int, size: int, numbers: int, element_size: int) -> int:
+    """Bytes that `size` ranks send each other in a forward pass, of end states and transitions that are
+    `numbers` numbers a row, in at least fp32: every rank to all later ones."""
+    return size * (size - 1) // 2 * rows * numbers * max(element_size, 4)
