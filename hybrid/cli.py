@@ -231,6 +231,63 @@ def _info(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _declare_launch(parser: Parser) -> None:
+    _declare_recipe(parser)
+    where = parser.add_argument_group("where")
+    where.add_argument("--nodes", type=_count, metavar="N", help="default: 1, or every host of the hostfile")
+    where.add_argument(
+        "--gpus", type=_count, metavar="M", help="processes on a node; default: its GPUs or hostfile slots"
+    )
+    where.add_argument("--hostfile", metavar="FILE", help="lines `NAME slots=N`, the first is the master")
+    filters = "hosts and slots of the hostfile, such as 'worker-0@worker-1:0,2'"
+    where.add_argument("--include", default="", metavar="FILTER", help=f"only these {filters}")
+    where.add_argument("--exclude", default="", metavar="FILTER", help="all but these")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--launcher",
+        choices=("deepspeed", "torchrun", "slurm"),
+        help="default: deepspeed, or torchrun for nodes without a hostfile",
+    )
+    how.add_argument("--master-addr", metavar="NAME", help="default: the hostfile's first host")
+    how.add_argument(
+        "--master-port", type=_port, metavar="P", help="default: a free one, or 29500 for several nodes"
+    )
+    how.add_argument("--node-rank", type=_rank, metavar="I", help="start only node I, which is this machine")
+    how.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print commands, layout, memory and communication; start nothing",
+    )
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 0 or more")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a port's number, 1 to 65535")
+    return int(text)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from .launch.plan import Request, plan
+
+    given = {field.name: getattr(arguments, field.name) for field in fields(Request)}
+    chosen = plan(Request(**given | {"overrides": tuple(arguments.overrides)}))
+    recipe = _load_recipe(arguments, chosen.processes)
+    if arguments.dry_run:
+        from .launch.report import describe
+
+        print(describe(chosen, recipe))
+        return 0
+    from .launch.start import start
+
+    start(chosen, arguments.node_rank)
+
+
 def _declare_verify(parser: Parser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="stored test vectors")
     parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu (the default) or cuda")
@@ -366,6 +423,12 @@ COMMANDS = {
         "hybrid train recipes/quickstart.yaml train.steps=100",
         _declare_recipe,
         _train,
+    ),
+    "launch": Command(
+        "Train on several processors or machines, or show what that takes.",
+        "hybrid launch recipes/quickstart.yaml --hostfile hosts --dry-run",
+        _declare_launch,
+        _launch,
     ),
     "prepare": Command(
         "Turn text into a tokenizer and token shards.",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Set
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from .memory import memory_estimate
 from .pattern import compress
 from .recipe import Geometry, batch_geometry
 from .schema import Recipe
+from .traffic import zero_exchanges
 
 if TYPE_CHECKING:
     from .layer_table import LayerSpec
@@ -17,19 +19,6 @@ if TYPE_CHECKING:
 
 CONTEXTS = {"1k": 1024, "8k": 8 * 1024, "64k": 64 * 1024, "1M": 1024 * 1024}
 """Context lengths of the FLOPs and state table."""
-
-
-class Memory(NamedTuple):
-    """Estimated bytes per process."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-
-    @property
-    def total(self) -> float:
-        return sum(self)
 
 
 def describe(recipe: Recipe, processes: int = 1) -> str:
@@ -44,8 +33,9 @@ def describe(recipe: Recipe, processes: int = 1) -> str:
         layer_table(model.layers),
         _parameters(model, recipe),
         _costs(model, recipe),
-        _batch(model, recipe, geometry),
-        _memory(model, recipe, geometry),
+        batch(model, recipe, geometry),
+        memory(model, recipe, geometry),
+        communication(model, recipe, geometry),
     ]
     return "\n\n".join(parts)
 
@@ -79,7 +69,7 @@ def layer_table(layers: list[LayerSpec]) -> str:
         options = _set_options(specs[letter].options)
         rows.append([letter, specs[letter].kind, str(count), ", ".join(shown), options])
     title = f"{_count(len(layers), 'layer')}: {compress([spec.letter for spec in layers])}"
-    return title + "\n" + _columns(rows, left={0, 1, 3, 4})
+    return title + "\n" + columns(rows, left={0, 1, 3, 4})
 
 
 def _set_options(options: Any) -> str:
@@ -101,7 +91,7 @@ def _parameters(model: HybridLM, recipe: Recipe) -> str:
     size = model.embedding.weight.shape[0]
     note = "" if recipe.model.vocab_size else " (from data.vocab_size; the tokenizer decides)"
     title = f"Parameters, with a vocabulary of {size:,}{note}"
-    return title + "\n" + _columns([*rows, ["total", f"{total:,}", ""]], left={0})
+    return title + "\n" + columns([*rows, ["total", f"{total:,}", ""]], left={0})
 
 
 def _costs(model: HybridLM, recipe: Recipe) -> str:
@@ -116,10 +106,10 @@ def _costs(model: HybridLM, recipe: Recipe) -> str:
         f"FLOPs per token (training: forward and backward, mean over the context; decoding: the last token) "
         f"and state per sequence ({recipe.train.precision})"
     )
-    return title + "\n" + _columns(rows)
+    return title + "\n" + columns(rows)
 
 
-def _batch(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+def batch(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
     train, context = recipe.train, recipe.data.context
     tokens = train.batch_size * context
     total = tokens * train.steps
@@ -137,46 +127,29 @@ def _batch(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
     return "Batch\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def _memory(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
-    rows = [["ZeRO", "weights", "gradients", "optimizer", "activations", "total"]]
+def memory(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+    rows = [["ZeRO", "weights", "gradients", "optimizer", "buffers", "activations", "logits", "total"]]
     for stage in range(4):
         name = f"stage {stage}" + (" *" if stage == recipe.parallel.zero_stage else "")
         if stage == 0 and recipe.train.precision == "bf16":
-            rows.append([name, "not offered with bf16", "", "", "", ""])
+            rows.append([name, "not offered with bf16", *[""] * 6])
             continue
-        memory = memory_estimate(model, recipe, geometry, stage)
-        rows.append([name, *map(size, memory), size(memory.total)])
+        needed = memory_estimate(model, recipe, geometry, stage)
+        rows.append([name, *map(size, needed), size(needed.total)])
     title = "Memory per process, estimated (activations roughly; * the recipe's stage)"
-    return title + "\n" + _columns(rows, left={0})
+    return title + "\n" + columns(rows, left={0})
 
 
-def memory_estimate(model: HybridLM, recipe: Recipe, geometry: Geometry, stage: int) -> Memory:
-    """Bytes per process at a ZeRO stage, without fragmentation and communication buffers.
-
-    Gradients are accumulated in fp32. Stages 1 and up keep their part of fp32 master weights beside AdamW's
-    two moments. Activations: about 13 vectors of hidden size and 3 of the feed-forward's width a token and
-    block (one per block and one whole block with activation checkpointing; KVM layers keep up to as much
-    again for the states of their chunks), and fp32 logits of one chunk with their gradient.
-    """
-    parameters = sum(model.parameter_parts().values())
-    element = 2 if recipe.train.precision == "bf16" else 4
-    ranks = geometry.world_size
-    moments = 8 if recipe.optimizer.name == "adamw" else 0
-    weights = element * parameters / (ranks if stage >= 3 else 1)
-    gradients = 4 * parameters / (ranks if stage >= 2 else 1)
-    optimizer = (moments + 4) * parameters / ranks if stage >= 1 else moments * parameters
-    return Memory(weights, gradients, optimizer, _activations(model, recipe, geometry, element))
-
-
-def _activations(model: HybridLM, recipe: Recipe, geometry: Geometry, element: int) -> float:
-    from .block import ffn_width  # imports torch
-
-    tokens = geometry.micro_batch * recipe.data.context
-    hidden, blocks = recipe.model.hidden_size, len(model.layers)
-    block = 13 * hidden + 3 * ffn_width(recipe.model)
-    kept = blocks * hidden + block if recipe.train.activation_checkpointing else blocks * block
-    logits = 2 * 4 * min(tokens, recipe.train.loss_chunk) * model.embedding.num_embeddings
-    return tokens * kept * element + logits
+def communication(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+    stage, ranks = recipe.parallel.zero_stage, geometry.world_size
+    title = f"Communication of each process in a step, ZeRO stage {stage}"
+    if ranks == 1:
+        return title + "\n  none: one process"
+    found = zero_exchanges(model, recipe, geometry, stage)
+    rows = [["collective", "tensors", "sent"]]
+    rows += [[one.what, size(one.payload), size(one.sent)] for one in found]
+    rows.append(["all", "", size(sum(one.sent for one in found))])
+    return title + "\n" + columns(rows, left={0})
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
@@ -201,7 +174,7 @@ def size(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.4g} {unit}"
 
 
-def _columns(rows: list[list[str]], left: Set[int] = frozenset()) -> str:
+def columns(rows: list[list[str]], left: Set[int] = frozenset()) -> str:
     """Rows of cells with aligned columns; those in `left` flush left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []

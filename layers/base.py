@@ -322,6 +322,8 @@ class Mixer(nn.Module):
     position_free: ClassVar[bool] = False
     """Whether sequences at different positions may share a batch: `mix` uses the position for nothing but
     counting, takes no routes, and its state has no other numbers beside tensors."""
+    kept_vectors: ClassVar[float] = 19.5
+    """About how many vectors of the hidden size a token keeps for the backward pass, two norms included."""
 
     def __init__(self, options: Any, site: Site) -> None:
         super().__init__()

@@ -277,6 +277,7 @@ class GatedDeltaNet(DeltaMixer):
     """The gated delta rule with one decay per value head."""
 
     Options = GatedDeltaNetOptions
+    kept_vectors = 31.0
     default_head_k_dim = 64
     key_share = (3, 4)
     value_ratio = 2

@@ -39,6 +39,7 @@ class KimiDelta(DeltaMixer):
     """The gated delta rule with one decay per key channel; decay and gate through a head's width."""
 
     Options = KimiDeltaOptions
+    kept_vectors = 32.0
     default_head_k_dim = 128
     key_share = (1, 1)
     value_ratio = 1

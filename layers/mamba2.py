@@ -85,6 +85,7 @@ class Mamba2(Mixer):
 
     Options = Mamba2Options
     position_free = True
+    kept_vectors = 48.0
 
     def __init__(self, options: Any, site: Site) -> None:
         super().__init__(options, site)

@@ -67,6 +67,7 @@ class RWKV7(Mixer):
 
     Options = RWKV7Options
     position_free = True
+    kept_vectors = 34.0
 
     # The low-rank maps: offset, into and out of the narrow space. The output gate has no offset.
     w0: nn.Parameter

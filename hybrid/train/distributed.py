@@ -157,19 +157,12 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _fill_in_single_process() -> None:
     if launcher.is_used():
         return
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
+        MASTER_PORT=str(launcher.free_port()),
     )  # fmt: skip
 
 

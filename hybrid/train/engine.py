@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hybrid.memory import LARGEST_BUCKET
 from hybrid.schema import Recipe
 
 from . import optimizer
@@ -19,9 +20,6 @@ from .distributed import World
 
 if TYPE_CHECKING:
     from hybrid.recipe import Geometry
-
-LARGEST_BUCKET = 200_000_000
-"""Gradient elements reduced at once."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 from .errors import TrainError
 
@@ -40,3 +41,10 @@ def is_used() -> bool:
             "them"
         )
     return True
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

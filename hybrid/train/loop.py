@@ -25,6 +25,7 @@ from . import distributed, logs, monitor, resume, schedule, step, validation
 from .checkpoint import Checkpoints, Origin, Progress
 from .distributed import TrainError, World
 from .engine import Engine
+from .lifeline import lifeline
 from .pace import Pace
 from .run_directory import RunDirectory
 from .signals import STOPPED_EXIT_CODE, Signals
@@ -85,6 +86,7 @@ def train(recipe: Recipe) -> Summary:
     folder = Path(recipe.train.output)
     with distributed.peers_may_end(), contextlib.ExitStack() as stack:
         directory = _open_directory(folder, world, stack)
+        stack.enter_context(lifeline(world))
         stack.enter_context(logs.quiet(folder / "logs" / f"rank_{world.rank}.log"))
         signals = stack.enter_context(Signals())
         signals.at_once = True  # a stopped preparation goes on where it was

@@ -63,6 +63,7 @@ class OVQ(ProjectedMixer):
     """Queries and keys of unit length; the logit of a centroid of n tokens is `q . k + log n`."""
 
     Options = OVQOptions
+    kept_vectors = 26.0
 
     def _build(self) -> None:
         self.beta = nn.Parameter(torch.empty(self.num_heads))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from hybrid.block import FEED_FORWARDS
-from hybrid.info import CONTEXTS, describe, flops, layer_table, memory_estimate, meta_model, size
+from hybrid.info import CONTEXTS, describe, flops, layer_table, meta_model, size
 from hybrid.info_plot import LENGTHS, PlotError, curves, draw
 from hybrid.initialise import INITS
 from hybrid.layers.norms import NORMS
-from hybrid.recipe import RecipeError, batch_geometry, layer_specs, load, save, shipped, to_yaml
+from hybrid.recipe import RecipeError, layer_specs, load, save, shipped, to_yaml
 from hybrid.recipe_check import CHOICES
 
 ROOT = Path(__file__).parents[2]
@@ -82,31 +82,6 @@ def test_the_report_shows_these_numbers(small):
     assert "8 sequences = 2 data-parallel x 2 micro-batch x 2 accumulation" in lines
     assert "8 sequences x 128 tokens = 1,024 tokens a step" in lines
     assert any(line.startswith("1,024 x 50 steps = 51,200 tokens") for line in lines)
-
-
-def test_memory_is_shared_as_each_zero_stage_shares_it(small):
-    model, geometry = meta_model(small), batch_geometry(small, 4)
-    stages = [memory_estimate(model, small, geometry, stage)[:3] for stage in range(4)]
-    assert stages == [
-        (4 * TOTAL, 4 * TOTAL, 8 * TOTAL),
-        (4 * TOTAL, 4 * TOTAL, 12 * TOTAL / 4),
-        (4 * TOTAL, 4 * TOTAL / 4, 12 * TOTAL / 4),
-        (4 * TOTAL / 4, 4 * TOTAL / 4, 12 * TOTAL / 4),
-    ]
-    small.train.precision = "bf16"
-    assert memory_estimate(model, small, geometry, 1)[:3] == (2 * TOTAL, 4 * TOTAL, 12 * TOTAL / 4)
-    small.optimizer.name = "sgd"
-    assert memory_estimate(model, small, geometry, 1).optimizer == 4 * TOTAL / 4
-
-
-def test_activations_are_lower_with_checkpointing(small):
-    model, geometry = meta_model(small), batch_geometry(small, 1)
-    whole = memory_estimate(model, small, geometry, 1).activations
-    small.train.activation_checkpointing = True
-    tokens, block = 2 * 128, 13 * 64 + 3 * 256
-    logits = 2 * 4 * tokens * 320
-    assert whole == tokens * 3 * block * 4 + logits
-    assert memory_estimate(model, small, geometry, 1).activations == tokens * (3 * 64 + block) * 4 + logits
 
 
 def test_an_open_vocabulary_is_taken_from_the_data_and_said_to_be(small):
