@@ -49,7 +49,7 @@ def memory_estimate(model: HybridLM, recipe: Recipe, geometry: Geometry, stage: 
     buffers = element * min(parameters, LARGEST_BUCKET) if ranks > 1 else 0
     if stage == 3:
         buffers += element * min(parameters, LARGEST_GATHERED)
-    tokens = geometry.micro_batch * recipe.data.context
+    tokens = geometry.micro_batch * recipe.data.context // recipe.parallel.sequence
     return Memory(
         weights=element * parameters / (ranks if stage == 3 else 1),
         gradients=4 * parameters / (1 if whole else ranks),

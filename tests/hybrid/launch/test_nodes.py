@@ -11,6 +11,8 @@ from subprocess import Popen
 
 import pytest
 
+from hybrid.train.monitor import read_metrics
+
 from ...processes import SECONDS, started, wait_for_steps
 from ..train import tiny
 from .namespaces import INTERFACE, Network, network, reason_to_skip
@@ -94,7 +96,7 @@ def test_three_hosts(rank_pools, tiny_recipe, tmp_path):
 @pytest.mark.parametrize("fault", ["cut", "kill"])
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_lost_host_ends_the_job_on_all_and_another_host_goes_on(
-    fault, lost, launcher, rank_pools, tiny_recipe, tmp_path
+    fault, lost, launcher, tiny_recipe, tmp_path
 ):
     settings = ["train.batch_size=6", "train.checkpoint_every=5", "parallel.zero_stage=0"]
     with network(3) as net:
@@ -108,5 +110,14 @@ def test_a_lost_host_ends_the_job_on_all_and_another_host_goes_on(
             assert time.monotonic() - begin < MINUTE, job.said()
         said = "".join(job.log(host).read_text() for host in range(3) if host != lost)
         assert "lost the connection to another process of this run" in said
-        for host in range(3):
-            assert not net.processes(host)
+        assert not any(net.processes(host) for host in range(3))
+        survivor = 1
+        step = int((job.output / "checkpoints" / "latest").read_text().removeprefix("step_"))
+        job.hostfile.write_text(f"{net.addresses[survivor]} slots=1\n")
+        job.arguments[2] = f"train.steps={step + 3}"
+        with job.running([survivor], "--launcher", launcher) as processes:
+            finish(job, processes)
+    lines = [line for line in read_metrics(job.output) if "train/loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, step + 4))
+    assert len({line["run"] for line in lines[:step]}) == 1
+    assert {line["run"] for line in lines[step:]} != {lines[0]["run"]}

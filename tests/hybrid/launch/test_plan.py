@@ -1,5 +1,6 @@
 """From `hybrid launch`'s options to commands; mistakes are told before anything starts."""
 
+import re
 import shlex
 import socket
 from pathlib import Path
@@ -205,6 +206,20 @@ def test_a_batch_that_does_not_fit_the_hosts_shows_all_numbers(hostfile, capsys)
     bad = ["debug", "train.batch_size=8", "train.micro_batch_size=3"]
     assert main(["launch", *bad, *options]) == 2
     assert "2 x 3 = 6, and 8 / 6 = 1.333" in capsys.readouterr().err
+
+
+def test_the_readmes_four_commands(capsys, monkeypatch):
+    """From a laptop to nodes: what it shows is accepted, and the last two are one run."""
+    monkeypatch.chdir(ROOT)
+    section = (ROOT / "README.md").read_text().split("## From a laptop to many nodes")[1].split("\n## ")[0]
+    lines = re.findall(r"^hybrid .*", section, re.MULTILINE)
+    train, machine, dry, real = (shlex.split(line, comments=True) for line in lines)
+    assert train == ["hybrid", "train", "recipes/quickstart.yaml"]
+    assert dry == [*real, "--dry-run"]
+    for command, ranks in ((machine, 2), (real, 16)):
+        assert command[:3] == ["hybrid", "launch", "recipes/quickstart.yaml"]
+        assert main([*command[1:], "--dry-run"]) == 0
+        assert f"{ranks} ranks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
