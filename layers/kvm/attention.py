@@ -3,8 +3,8 @@
 The four steps and where they are:
 
 - `routing.route` decides which slot takes each token that leaves the window;
-- `state.accumulate` adds the tokens up, giving the slots as every chunk of queries meets them;
-- `state.read` turns the sums into keys and values;
+- `slots.Slots.update` adds the tokens up, chunk after chunk;
+- `slots.read` turns the sums into keys and values;
 - `attend`, here, is one softmax of every chunk's queries over [its slots | its window].
 
 Shapes: B sequences, T tokens, H query heads, G key/value heads, D head size, R grid rows, C tokens of a
@@ -29,8 +29,9 @@ from ..softmax.grid import ChunkGrid
 from .budget import Budget
 from .chunks import Call, Queries, decide, on_grid
 from .routing import Choice, Norm, Routes, first_slots, prepare
+from .slots import contributions
 from .spec import KVMSpec, Update, updates
-from .state import KVMState, contributions
+from .state import KVMState
 
 __all__ = ["Budget", "KVMSpec", "KVMState", "Routes", "kvm_attention"]
 

@@ -1,9 +1,10 @@
 """The four steps of KVM attention for many chunks at once, on a grid of chunks.
 
-Routing comes first, for all chunks. The rest goes by groups of chunks (see `groups`), whose keys, values and
-slots take little memory: accumulate their slots, read them, and let the chunks that see them attend. The
-backward walks the groups in reverse and makes their slots again. So beside the inputs, the outputs and their
-gradients nothing as long as the sequence is ever made or kept.
+Routing comes first, for all chunks. The rest goes by groups of chunks (see `groups`): a group's queries
+attend to their windows all at once; then its chunks enter the slots one by one (see `slots`), and after each
+the queries that read the slots as they are attend to them. The backward walks the groups in reverse: it makes
+a group's updates again and takes them back one by one. So beside the inputs, the outputs and their gradients
+nothing as long as the sequence is ever made or kept.
 
 Shapes: R grid rows of queries, or rows entering the state (ordered by update, then by sequence), C tokens of
 a chunk, H query heads, G key/value heads, S slots, D head size.
@@ -20,13 +21,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..base import LayerError
+from ..softmax import Part, kernels
 from ..softmax.grid import ChunkGrid
 from ..softmax.joined import Gradient, Joint, Rows, part_gradients
-from ..softmax.kernels import choose
+from ..softmax.kernels import Mask, choose
 from .groups import Group, groups
 from .routing import Choice, Norm, Routes, first_slots, prepare, route
+from .slots import Places, SlotGradients, Slots, Sums, contributions, places
 from .spec import KVMSpec, Update
-from .state import Sums, accumulate, accumulate_backward, contributions, read
 
 
 class Queries(NamedTuple):
@@ -93,8 +95,7 @@ def on_grid(
     spec = call.spec
     q, k, v = grid.queries(queries.q), grid.keys(k), grid.keys(v)
     gate = None if gate is None else grid.keys(gate)
-    slot_bytes = k.shape[2] * (2 * k.shape[3] + 1) * call.norm.weight.element_size()
-    walk = groups(spec, grid, steps, slot_bytes, k.device)
+    walk = groups(spec, grid, steps, k.device)
     entering = _entering(call, walk, k, gate)
     choice = decide(call, entering, steps, None if base is None else base.keys, starts)
     plan = _Plan(spec, call.scale, choose(q), walk, torch.is_grad_enabled(), call.statistics is not None)
@@ -167,6 +168,17 @@ class _Plan:
     differentiable: bool
     statistics: bool
 
+    @property
+    def size(self) -> int:
+        """Slots after the last update."""
+        return self.groups[-1].steps[-1].after
+
+    def slots(self, x: _Operands) -> Slots:
+        """Empty ones."""
+        heads, dim = x.k.shape[2:]
+        shape = (self.groups[0].steps[0].sequences, heads, self.size, dim)
+        return Slots(shape, x.norm, self.spec, x.k.dtype)
+
 
 class _Operands(NamedTuple):
     """What gradients are for, or gradients: of `q` `[R, C, H, D]`, `k` and `v` `[K, C, G, D]`, `gate`
@@ -194,6 +206,16 @@ class _Operands(NamedTuple):
         return self.k[group.entering], self.v[group.entering], gate, self.weight, self.bias
 
 
+class _Entering(NamedTuple):
+    """One update: what its tokens add, `[n, G, C, ...]`, and where."""
+
+    step: Update
+    added: Sums
+    at: Places
+    readers: slice | None
+    """Which of the group's queries read the slots it leaves."""
+
+
 def _contributions(
     plan: _Plan,
     group: Group,
@@ -204,9 +226,21 @@ def _contributions(
     weight: Tensor,
     bias: Tensor,
 ) -> Sums:
+    """What the group's tokens add to their slots, `[R, G, C, ...]`."""
     keys = prepare(k, plan.spec.rotary_dim, Norm(weight, bias)).transpose(1, 2)
     gate = None if gate is None else gate.transpose(1, 2)
     return contributions(keys, v.transpose(1, 2), gate, founds[group.rows], group.steps, plan.spec)
+
+
+def _updates(plan: _Plan, group: Group, added: Sums, slot: Tensor) -> list[_Entering]:
+    """The group's updates; `slot` `[R, G, C]` of all rows that enter."""
+    sizes = [step.sequences for step in group.steps]
+    each = zip(*(x.split(sizes) for x in added), strict=True)
+    ways = slot[group.rows].split(sizes)
+    return [
+        _Entering(step, Sums(*new), places(way, plan.size, plan.spec), readers)
+        for step, new, way, readers in zip(group.steps, each, ways, group.readers, strict=True)
+    ]
 
 
 class _Chunks(torch.autograd.Function):
@@ -226,10 +260,13 @@ class _Chunks(torch.autograd.Function):
         y = x.q.new_empty(x.q.shape)
         lse = x.weight.new_empty(rows, heads, chunk)
         window = torch.empty_like(lse) if plan.statistics else None
-        kept = []
+        slots = plan.slots(x)
+        if before is not None:
+            slots.start(before, plan.size)
+        kept: list[Tensor] = []
         for group in plan.groups:
             if plan.differentiable:
-                kept.append(before)
+                kept += slots.copy(group.steps[0].sequences, group.steps[0].before)
             front, back = x.queries(group).scaled()
             joint = Joint(front)
             k, v = x.k[group.keys], x.v[group.keys]
@@ -237,19 +274,18 @@ class _Chunks(torch.autograd.Function):
             if window is not None:
                 window[group.queries] = joint.lse
             added = _contributions(plan, group, founds, *x.entering(group))
-            states = accumulate(added, slot[group.rows], group.steps, plan.spec, before)
-            if group.slots:
-                keys, values = (s.transpose(1, 2) for s in read(states, x.norm, plan.spec, k.dtype))
-                joint.add(plan.kernel, [back], [keys], [values], group.slots, plan.scale)
+            for step, new, at, readers in _updates(plan, group, added, slot):
+                slots.update(new, at)
+                if readers is not None:
+                    keys, values = slots.readable(len(range(*readers.indices(rows))), step.after)
+                    joint.add(plan.kernel, [back], [keys], [values], [Part(readers)], plan.scale)
             y[group.queries], lse[group.queries] = joint.result()
-            before = _ending(states, group.steps)
-        starts = [s for sums in kept if sums for s in sums]
-        ctx.save_for_backward(slot, founds, y, lse, *x, *starts)
-        ctx.plan, ctx.has_base = plan, tensors[8] is not None
+        ctx.save_for_backward(slot, founds, y, lse, *x, *kept)
+        ctx.plan, ctx.has_base = plan, before is not None
         ctx.mark_non_differentiable(lse, *([] if window is None else [window]))
         ctx.set_materialize_grads(False)
-        assert before is not None
-        return y, window, lse, *before
+        last = plan.groups[-1].steps[-1].sequences
+        return y, window, lse, *(x[:last] for x in slots.sums)
 
     @staticmethod
     @once_differentiable
@@ -260,22 +296,23 @@ class _Chunks(torch.autograd.Function):
         if grad is None:
             grad = torch.zeros_like(y)
         d = _gradients(x)
-        carry = _sums(grad_last)
+        slots = plan.slots(x)
+        d_slots = SlotGradients(slots, _sums(grad_last), d.norm)
+        before = None
         for group in reversed(plan.groups):
-            before = Sums(*kept[-3:]) if kept else None
+            before = Sums(*kept[-3:])
             del kept[-3:]
-            joint = grad[group.queries], y[group.queries], lse[group.queries]
+            slots.start(before, group.steps[-1].after)
             with torch.enable_grad():
                 leaves: list[Any] = [
                     t if t is None else t.detach().requires_grad_() for t in x.entering(group)
                 ]
                 added = _contributions(plan, group, founds, *leaves)
-            here = slot[group.rows]
-            states = accumulate(Sums(*(s.detach() for s in added)), here, group.steps, plan.spec, before)
-            d_states = _attend_backward(plan, group, states, x, d, joint)
-            d_added, carry = accumulate_backward(d_states, here, group.steps, plan.spec, before, carry)
+            entering = _updates(plan, group, Sums(*(s.detach() for s in added)), slot)
+            joint = grad[group.queries], y[group.queries], lse[group.queries]
+            d_added = _group_backward(plan, group, entering, x, d, joint, slots, d_slots)
             _contributions_backward(group, added, leaves, d_added, d)
-        base = carry if ctx.has_base and carry is not None else (None, None, None)
+        base = d_slots.first(before) if ctx.has_base and before else (None, None, None)
         found = (
             None if t is None or like is None else t.to(like.dtype) for t, like in zip(d, x, strict=True)
         )
@@ -291,28 +328,32 @@ def _gradients(x: _Operands) -> _Operands:
     return _Operands(x.q.new_empty(x.q.shape), *(zeros(like) for like in x[1:]))
 
 
-def _attend_backward(
+def _group_backward(
     plan: _Plan,
     group: Group,
-    states: Sums,
+    entering: list[_Entering],
     x: _Operands,
     d: _Operands,
     joint: tuple[Tensor, Tensor, Tensor],
+    slots: Slots,
+    d_slots: SlotGradients,
 ) -> Sums:
-    """Gradients of a group's sums through reading and attending; adds the queries' and window's."""
+    """Gradients of what a group's tokens added, `[R, G, C, ...]`; adds those of its queries and windows.
+
+    `slots` and `d_slots` come as they are before the group and after it, and leave as before it.
+    """
     queries = x.queries(group)
     front, back = queries.scaled()
     k, v = x.k[group.keys], x.v[group.keys]
-    d_front, d_back, d_k, d_v = (Gradient(t) for t in (front, back, k, v))
+    d_front, d_k, d_v = (Gradient(t) for t in (front, k, v))
     part_gradients(plan.kernel, joint, [front], [k], [v], group.window, plan.scale, ([d_front], [d_k], [d_v]))
     _add(d.k, group.keys, d_k.total)
     _add(d.v, group.keys, d_v.total)
-    d_states = _read_backward(plan, group, states, x.norm, joint, back, d_back, d.norm)
+    d_back = torch.zeros_like(back, dtype=d.weight.dtype)
+    d_added = _slots_backward(plan, entering, joint, back, d_back, slots, d_slots)
     whole: Tensor | None = None
-    for slope, scale, total in ((d_front, x.front, d.front), (d_back, x.back, d.back)):
-        if slope.total is None:
-            continue
-        share = slope.total
+    for share, scale, total in ((d_front.total, x.front, d.front), (d_back, x.back, d.back)):
+        assert share is not None
         if scale is not None:
             assert total is not None
             total += (share * queries.q).sum(-1).sum((0, 1))[:, None]
@@ -320,42 +361,38 @@ def _attend_backward(
         whole = share if whole is None else whole.add_(share)
     assert whole is not None
     d.q[group.queries] = whole.to(d.q.dtype)
-    return d_states
+    return d_added
 
 
-def _read_backward(
+def _slots_backward(
     plan: _Plan,
-    group: Group,
-    states: Sums,
-    norm: Norm,
+    entering: list[_Entering],
     joint: tuple[Tensor, Tensor, Tensor],
     back: Tensor,
-    d_back: Gradient,
-    d_norm: Norm,
+    d_back: Tensor,
+    slots: Slots,
+    d_slots: SlotGradients,
 ) -> Sums:
-    """Gradients of a group's sums; adds to the queries' and the norm's."""
-    if not group.slots:
-        return Sums(*(torch.zeros_like(x) for x in states))
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (*states, *norm)]
-        keys, values = read(Sums(*leaves[:3]), Norm(*leaves[3:]), plan.spec, back.dtype)
-    seen = [x.detach().transpose(1, 2) for x in (keys, values)]
-    d_keys, d_values = Gradient(seen[0]), Gradient(seen[1])
-    part_gradients(
-        plan.kernel,
-        joint,
-        [back],
-        seen[:1],
-        seen[1:],
-        group.slots,
-        plan.scale,
-        ([d_back], [d_keys], [d_values]),
-    )
-    heads_first = [x.result().transpose(1, 2) for x in (d_keys, d_values)]
-    *d_states, d_weight, d_bias = torch.autograd.grad((keys, values), leaves, heads_first)
-    d_norm.weight.add_(d_weight)
-    d_norm.bias.add_(d_bias)
-    return Sums(*d_states)
+    """Make the updates, take them back one by one; adds to `d_back`, of the queries for slots."""
+    grad, out, lse = joint
+    earlier = []
+    for _, new, at, _ in entering:
+        earlier.append(slots.held(at))
+        slots.update(new, at)
+    found = []
+    for step, _, at, readers in reversed(entering):
+        if readers is not None:
+            own = back[readers]
+            keys, values = slots.readable(len(own), step.after)
+            whole = (grad[readers], own, keys, values, out[readers], lse[readers])
+            share, *shares = kernels.backward(plan.kernel, *whole, Mask.FULL, plan.scale)
+            d_back[readers] += share
+            d_slots.add(*shares)
+        found.append(d_slots.take_back(at, slots.held(at)))
+        slots.restore(at, earlier.pop())
+    tokens = (torch.cat(field[::-1]) for field in zip(*found, strict=True))
+    shape = (-1, plan.spec.chunk, slots.keys.shape[1])
+    return Sums(*(t.unflatten(0, shape).transpose(1, 2) for t in tokens))
 
 
 def _contributions_backward(group: Group, added: Sums, leaves: list[Any], slopes: Sums, d: _Operands) -> None:
@@ -387,9 +424,3 @@ def _sums(tensors: Sequence[Tensor | None]) -> Sums | None:
     present = [x for x in tensors if x is not None]
     assert len(present) in (0, 3)
     return Sums(*present) if present else None
-
-
-def _ending(states: Sums, steps: Sequence[Update]) -> Sums:
-    """The slots after the last of `steps`."""
-    last = slice(len(states.keys) - steps[-1].sequences, None)
-    return Sums(*(x.clone() for x in states.select(last)))

@@ -13,15 +13,16 @@ from ..softmax.grid import ChunkGrid, rows
 from ..softmax.joined import Rows
 from .spec import KVMSpec, Update
 
-GROUP_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
-"""Slots of a group, as sums and in read form, take about so many bytes..."""
+GROUP_ROWS = 8
+"""Chunks, of all sequences together, that a group has at least; few, as caches are small."""
 GROUP_UPDATES = 4
-"""... but a group has at least so many updates, as the slots before each group are kept for the backward."""
+"""A group has at least so many updates, and as many tokens of a sequence as there are slots, as the slots
+before each group are kept for the backward."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Updates whose slots exist at the same time, and the chunks whose queries meet them.
+    """Successive updates, and the chunks whose queries meet their slots.
 
     Inside a group, rows are ordered by chunk, then by sequence. So the rows that belong together follow each
     other, and few of them need copying.
@@ -38,17 +39,15 @@ class Group:
     """Of the grid: the queries' windows."""
     window: list[Part]
     """The group's queries over its keys."""
-    slots: list[Part]
-    """The group's queries over its slots."""
+    readers: list[slice | None]
+    """For each update, which of the group's queries read the slots it leaves."""
 
 
-def groups(
-    spec: KVMSpec, grid: ChunkGrid, steps: Sequence[Update], slot_bytes: int, device: torch.device
-) -> list[Group]:
-    """Every chunk of queries and every update is in one group; `slot_bytes`: of a slot as sums."""
+def groups(spec: KVMSpec, grid: ChunkGrid, steps: Sequence[Update], device: torch.device) -> list[Group]:
+    """Every chunk of queries and every update is in one group."""
     spans, window = grid.spans, spec.window_chunks
     found, row, start = [], 0, spans[0].first
-    for bundle in _bundles(steps, 2 * slot_bytes, GROUP_BYTES["cpu" if device.type == "cpu" else "cuda"]):
+    for bundle in _bundles(steps, spec.chunk):
         end = min(bundle[-1].number + window + 1, spans[0].end)
         oldest = max(start + 1 - window, spans[0].first - spans[0].held)
         queries, keys = _Rows(grid, start, end), _Rows(grid, oldest, end)
@@ -62,7 +61,7 @@ def groups(
                 rows([spans[b].query(c) for c, b in queries.places], device),
                 rows([spans[b].key(c) for c, b in keys.places], device),
                 _window_parts(queries, keys, window, device),
-                _slot_parts(queries, bundle, window, device),
+                [_readers(queries, step, window) for step in bundle],
             )
         )
         row += count
@@ -89,12 +88,12 @@ class _Rows:
         return self.before[chunk - self.start + 1] - self.before[chunk - self.start]
 
 
-def _bundles(steps: Sequence[Update], slot_bytes: int, limit: int) -> list[list[Update]]:
+def _bundles(steps: Sequence[Update], chunk: int) -> list[list[Update]]:
     bundles: list[list[Update]] = [[]]
     for step in steps:
         last = bundles[-1]
-        full = sum(s.sequences for s in (*last, step)) * step.after * slot_bytes > limit
-        if full and len(last) >= GROUP_UPDATES:
+        enough = max(GROUP_UPDATES, step.after // chunk)
+        if len(last) >= enough and sum(s.sequences for s in last) >= GROUP_ROWS:
             bundles.append([step])
         else:
             last.append(step)
@@ -115,19 +114,8 @@ def _window_parts(queries: _Rows, keys: _Rows, window: int, device: torch.device
     return parts
 
 
-def _slot_parts(queries: _Rows, steps: list[Update], window: int, device: torch.device) -> list[Part]:
-    """Chunks over their slots; successive updates that leave equally many slots make one part."""
-    runs: list[tuple[int, int, list[int]]] = []  # slots, first row of slots, query rows
-    row = 0
-    for step in steps:
-        reader = step.number + window
-        readers = [queries.row(reader, b) for b in range(min(step.sequences, queries.count(reader)))]
-        if readers and runs and runs[-1][0] == step.after:
-            runs[-1][2].extend(readers)
-        elif readers:
-            runs.append((step.after, row, readers))
-        row += step.sequences
-    return [
-        Part(rows(readers, device), k_rows=slice(first, first + len(readers)), k_tokens=slice(0, slots))
-        for slots, first, readers in runs
-    ]
+def _readers(queries: _Rows, step: Update, window: int) -> slice | None:
+    """Queries of the chunk that reads the slots after `step`; None where there is no such chunk."""
+    chunk = step.number + window
+    count = min(step.sequences, queries.count(chunk))
+    return slice(queries.row(chunk, 0), queries.row(chunk, count)) if count else None

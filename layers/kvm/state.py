@@ -1,161 +1,18 @@
-"""Steps 2 and 3 of KVM attention, `accumulate` and `read`, and the state carried between calls.
-
-A slot's sum after an update is a prefix sum, over updates, of the tokens routed to it. So the states of many
-updates are a running sum that tokens are added to, and their backward is that sum reversed and a gather.
-
-Shapes: R rows (chunks entering the state, ordered by update, then by sequence), G key/value heads, C tokens
-of a chunk, S slots, D head size.
-"""
+"""The state carried between calls: slots, and the window's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from ..base import MixerState
-from .routing import Norm, key_weight, value_weight
+from .routing import Norm
+from .slots import Sums, absorbed, read
 from .spec import KVMSpec, Update
-
-
-class Sums(NamedTuple):
-    """Keys, values and radii (or counts) of slots, `[..., S, D]` twice and `[..., S, 1]`, in at least fp32;
-    also what single tokens add to them."""
-
-    keys: Tensor
-    values: Tensor
-    radius: Tensor
-
-    def select(self, index: Any) -> Sums:
-        return Sums(*(x[index] for x in self))
-
-
-def contributions(
-    keys_RGCD: Tensor,
-    values_RGCD: Tensor,
-    gate_RGC: Tensor | None,
-    founds_RGC: Tensor,
-    steps: Sequence[Update],
-    spec: KVMSpec,
-) -> Sums:
-    """What every token adds to its slot (spec sections 3 and 4); `keys` are prepared keys."""
-    initial = steps[0].sequences if steps[0].number == 0 else 0
-    parts = []
-    for rows, number in ((slice(0, initial), 0), (slice(initial, None), 1)):
-        keys, values, own = keys_RGCD[rows], values_RGCD[rows].to(keys_RGCD.dtype), founds_RGC[rows]
-        if not len(keys):
-            continue
-        gate = None if gate_RGC is None else gate_RGC[rows]
-        gated_keys = _times(keys, key_weight(spec, number, own, gate))
-        gated_values = _times(values, value_weight(spec, number, own, gate))
-        if spec.values == "radius":
-            # Merges leave the radius alone. The initial state's is that of the ungated value.
-            length = torch.linalg.vector_norm(gated_values if number else values, dim=-1, keepdim=True)
-            radius = length * own[..., None]
-        else:
-            radius = torch.ones_like(values[..., :1])
-        parts.append(Sums(gated_keys, gated_values, radius))
-    return parts[0] if len(parts) == 1 else Sums(*(torch.cat(x) for x in zip(*parts, strict=True)))
-
-
-def _times(x: Tensor, weight: Tensor | None) -> Tensor:
-    return x if weight is None else x * weight[..., None]
-
-
-def accumulate(
-    added: Sums, slot_RGC: Tensor, steps: Sequence[Update], spec: KVMSpec, before: Sums | None
-) -> Sums:
-    """The slots `[R, G, S, ...]` after each of `steps`, S being the number after the last one; slots that do
-    not exist yet are 0.
-
-    Args:
-        added: what each token adds, `[R, G, C, ...]`.
-        before: the slots before the first step, `[sequences, G, S, ...]`; None when there are none.
-    """
-    indices = _places(slot_RGC, steps, spec)
-    return Sums(
-        *(
-            _accumulate(x, index, steps, None if before is None else before[i])
-            for i, (x, index) in enumerate(zip(added, indices, strict=True))
-        )
-    )
-
-
-def accumulate_backward(
-    grad: Sums,
-    slot_RGC: Tensor,
-    steps: Sequence[Update],
-    spec: KVMSpec,
-    before: Sums | None,
-    grad_last: Sums | None,
-) -> tuple[Sums, Sums | None]:
-    """Gradients of `added` and `before`, given those of the result (`grad`, which is overwritten) and of the
-    slots after the last step, as used elsewhere (`grad_last`)."""
-    rows, heads, chunk = slot_RGC.shape
-    added: list[Tensor] = []
-    first: list[Tensor] = []
-    for i, index in enumerate(_places(slot_RGC, steps, spec)):
-        states = grad[i].contiguous()
-        blocks = list(states.split([step.sequences for step in steps]))
-        if grad_last is not None:
-            blocks[-1][: len(grad_last[i])] += grad_last[i]
-        for this, after in pairwise(reversed(blocks)):
-            after[: len(this)] += this
-        size = states.shape[-1]
-        tokens = states.view(-1, size).index_select(0, index)
-        added.append(tokens.view(rows, chunk, heads, size).transpose(1, 2))
-        if before is not None:
-            first.append(blocks[0][:, :, : before[i].shape[2]])
-    return Sums(*added), Sums(*first) if first else None
-
-
-def _places(slot_RGC: Tensor, steps: Sequence[Update], spec: KVMSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Row of each token in the flattened states `[R * G * S, ...]`, for keys, values and radii; tokens in the
-    order `[R, C, G]`, which keys and values have in memory."""
-    rows, heads, chunk = slot_RGC.shape
-    first = torch.arange(rows * heads, device=slot_RGC.device).view(rows, 1, heads) * steps[-1].after
-    place = (slot_RGC.transpose(1, 2) + first).flatten()
-    if spec.values != "reference_counts":
-        return place, place, place
-    # The public code's rule: each update adds 1 to every slot, of which there are as many as tokens.
-    return place, place, (torch.arange(chunk, device=slot_RGC.device)[:, None] + first).flatten()
-
-
-def _accumulate(added: Tensor, place: Tensor, steps: Sequence[Update], before: Tensor | None) -> Tensor:
-    """Copy the slots from update to update (the rows of one are the first sequences of the one before) and
-    add each one's tokens."""
-    rows, heads, chunk, size = added.shape
-    states = added.new_empty(rows, heads, steps[-1].after, size)
-    tokens = added.transpose(1, 2).flatten(0, 2)
-    start = 0
-    for step in steps:
-        end = start + step.sequences
-        here = states[start:end]
-        held = 0 if before is None else before.shape[2]
-        if before is not None:
-            here[:, :, :held] = before[: step.sequences]
-        if held < here.shape[2]:
-            here[:, :, held:] = 0
-        span = slice(start * heads * chunk, end * heads * chunk)
-        states.view(-1, size).index_add_(0, place[span], tokens[span])
-        before, start = here, end
-    return states
-
-
-def read(sums: Sums, norm: Norm, spec: KVMSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values `[..., S, D]` that queries meet, in `dtype`; computed in the sums' own precision."""
-    keys = norm(sums.keys)
-    if spec.values == "radius":
-        length = torch.linalg.vector_norm(sums.values, dim=-1, keepdim=True)
-        values = sums.values * (sums.radius / length.clamp_min(1e-12))
-    else:
-        values = sums.values / sums.radius.clamp_min(1)  # a slot that exists counts at least 1
-    return keys.to(dtype), values.to(dtype)
-
 
 _AXIS = {"key_sums": 2, "value_sums": 2, "radius": 2, "window_k": 1, "window_v": 1, "window_gate": 1}
 
@@ -235,7 +92,7 @@ class KVMState(MixerState):
 
     def absorb(self, added: Sums, slot: Tensor, step: Update, spec: KVMSpec) -> None:
         """Make one update of the slots."""
-        self.key_sums, self.value_sums, self.radius = accumulate(added, slot, [step], spec, self.sums())
+        self.key_sums, self.value_sums, self.radius = absorbed(self.sums(), added, slot, step, spec)
         self.slots = step.after
         self._owned -= {"key_sums", "value_sums", "radius"}
         self._read = None

@@ -1,0 +1,236 @@
+"""Steps 2 and 3 of KVM attention, `accumulate` and `read`: the slots while chunk after chunk enters them.
+
+`Slots` holds the sums of several sequences and their read form. An update adds its tokens in place, and reads
+again only the slots it touched. `SlotGradients` goes the same way backwards: what queries send back to the
+read form is kept there until the update that made it is taken back; then it goes through the reading to the
+sums, where every token of the update finds its gradient in its slot. So both directions do work for the
+tokens of a chunk, never for all slots of all chunks.
+
+Shapes: N sequences, n of them in an update, R rows (chunks entering the
+state, ordered by update, then by sequence), G key/value heads, C tokens of a chunk, S slots, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .routing import Norm, key_weight, value_weight
+from .spec import KVMSpec, Update
+
+
+class Sums(NamedTuple):
+    """Keys, values and radii (or counts) of slots, `[..., S, D]` twice and `[..., S, 1]`, in at least fp32;
+    also what single tokens add to them."""
+
+    keys: Tensor
+    values: Tensor
+    radius: Tensor
+
+    def flat(self) -> Sums:
+        """`[N, G, S, ...]` as rows `[N * G * S, ...]`; a view."""
+        return Sums(*(x.view(-1, x.shape[-1]) for x in self))
+
+    def select(self, rows: Tensor) -> Sums:
+        """Of flat sums."""
+        return Sums(*(x.index_select(0, rows) for x in self))
+
+
+def contributions(
+    keys_RGCD: Tensor,
+    values_RGCD: Tensor,
+    gate_RGC: Tensor | None,
+    founds_RGC: Tensor,
+    steps: Sequence[Update],
+    spec: KVMSpec,
+) -> Sums:
+    """What every token adds to its slot (spec sections 3 and 4); `keys` are prepared keys."""
+    initial = steps[0].sequences if steps[0].number == 0 else 0
+    parts = []
+    for rows, number in ((slice(0, initial), 0), (slice(initial, None), 1)):
+        keys, values, own = keys_RGCD[rows], values_RGCD[rows].to(keys_RGCD.dtype), founds_RGC[rows]
+        if not len(keys):
+            continue
+        gate = None if gate_RGC is None else gate_RGC[rows]
+        gated_keys = _times(keys, key_weight(spec, number, own, gate))
+        gated_values = _times(values, value_weight(spec, number, own, gate))
+        if spec.values == "radius":
+            # Merges leave the radius alone. The initial state's is that of the ungated value.
+            length = torch.linalg.vector_norm(gated_values if number else values, dim=-1, keepdim=True)
+            radius = length * own[..., None]
+        else:
+            radius = torch.ones_like(values[..., :1])
+        parts.append(Sums(gated_keys, gated_values, radius))
+    return parts[0] if len(parts) == 1 else Sums(*(torch.cat(x) for x in zip(*parts, strict=True)))
+
+
+def _times(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else x * weight[..., None]
+
+
+class Places(NamedTuple):
+    """Where one update goes: rows of flat sums, for its tokens in the order `[n, C, G]`."""
+
+    tokens: Tensor
+    radius: Tensor
+    """Where each token's radius is added."""
+    touched: Tensor
+    """Slots that change; may name one twice."""
+
+    def of(self, field: int) -> Tensor:
+        """Where field number `field` of the tokens' `Sums` is added."""
+        return self.radius if field == 2 else self.tokens
+
+
+def places(slot_nGC: Tensor, size: int, spec: KVMSpec) -> Places:
+    """Places of tokens that go to the given slots, of `size` slots for each head."""
+    sequences, heads, chunk = slot_nGC.shape
+    first = torch.arange(sequences * heads, device=slot_nGC.device).view(sequences, 1, heads) * size
+    tokens = (slot_nGC.transpose(1, 2) + first).flatten()
+    if spec.values != "reference_counts":
+        return Places(tokens, tokens, tokens)
+    # The public code's rule: each update adds 1 to every slot, of which there are as many as tokens.
+    every = (torch.arange(chunk, device=slot_nGC.device)[:, None] + first).flatten()
+    return Places(tokens, every, every)
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """`[n, G, C, ...]` to rows in the order `[n, C, G]`, which keys and values have in memory."""
+    return x.transpose(1, 2).flatten(0, 2)
+
+
+def absorbed(before: Sums, added: Sums, slot_nGC: Tensor, step: Update, spec: KVMSpec) -> Sums:
+    """New slots `[n, G, S, ...]` after one update, the old ones left alone; differentiable."""
+    at = places(slot_nGC, step.after, spec)
+    after = []
+    for field, (old, new) in enumerate(zip(before, added, strict=True)):
+        grown = old.new_zeros(*old.shape[:2], step.after - old.shape[2], old.shape[3])
+        sums = torch.cat((old, grown), 2)
+        after.append(sums.flatten(0, 2).index_add(0, at.of(field), token_rows(new)).view(sums.shape))
+    return Sums(*after)
+
+
+def read(sums: Sums, norm: Norm, spec: KVMSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values `[..., S, D]` that queries meet, in `dtype`; computed in the sums' own precision."""
+    keys = norm(sums.keys)
+    if spec.values == "radius":
+        length = torch.linalg.vector_norm(sums.values, dim=-1, keepdim=True)
+        values = sums.values * (sums.radius / length.clamp_min(1e-12))
+    else:
+        values = sums.values / sums.radius.clamp_min(1)  # a slot that exists counts at least 1
+    return keys.to(dtype), values.to(dtype)
+
+
+class Slots:
+    """Slots of N sequences, changed in place; updates are made for the first n of them."""
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], norm: Norm, spec: KVMSpec, dtype: torch.dtype
+    ) -> None:
+        """`shape`: N, G, the most slots there will be, D; `dtype`: of the read form."""
+        like, wide = norm.weight, (*shape[:3], 1)
+        self.norm, self.spec = norm, spec
+        self.sums = Sums(like.new_zeros(shape), like.new_zeros(shape), like.new_zeros(wide))
+        self.keys = like.new_zeros(shape, dtype=dtype)
+        self.values = torch.zeros_like(self.keys)
+        self._sums = self.sums.flat()
+        self._read = tuple(x.view(-1, shape[3]) for x in (self.keys, self.values))
+
+    def start(self, sums: Sums, most: int) -> None:
+        """Take over `[n, G, S, ...]`; further slots, up to `most`, are empty."""
+        sequences, _, held, _ = sums.keys.shape
+        for own, given in zip(self.sums, sums, strict=True):
+            own[:sequences, :, :held] = given
+            own[:sequences, :, held:most] = 0
+        for own, made in zip((self.keys, self.values), self._readable(sums), strict=True):
+            own[:sequences, :, :held] = made
+
+    def copy(self, sequences: int, slots: int) -> Sums:
+        """The sums of the first sequences."""
+        return Sums(*(x[:sequences, :, :slots].clone() for x in self.sums))
+
+    def readable(self, sequences: int, slots: int) -> tuple[Tensor, Tensor]:
+        """Keys and values to attend to, `[n, S, G, D]`; views."""
+        keys, values = (x[:sequences, :, :slots].transpose(1, 2) for x in (self.keys, self.values))
+        return keys, values
+
+    def update(self, added: Sums, at: Places) -> None:
+        """Add what tokens add, `[n, G, C, ...]`."""
+        for field, (sums, new) in enumerate(zip(self._sums, added, strict=True)):
+            sums.index_add_(0, at.of(field), token_rows(new))
+        self._read_again(at.touched, self.held(at))
+
+    def held(self, at: Places) -> Sums:
+        """The sums of the slots that an update touches."""
+        return self._sums.select(at.touched)
+
+    def restore(self, at: Places, held: Sums) -> None:
+        """Bring back what those slots held before the update."""
+        for sums, old in zip(self._sums, held, strict=True):
+            sums.index_copy_(0, at.touched, old)
+        self._read_again(at.touched, held)
+
+    def _read_again(self, touched: Tensor, sums: Sums) -> None:
+        for own, made in zip(self._read, self._readable(sums), strict=True):
+            own.index_copy_(0, touched, made)
+
+    def _readable(self, sums: Sums) -> tuple[Tensor, Tensor]:
+        return read(sums, self.norm, self.spec, self.keys.dtype)
+
+
+class SlotGradients:
+    """Gradients of slots: of their sums, and of their read form as it is now."""
+
+    def __init__(self, slots: Slots, last: Sums | None, d_norm: Norm) -> None:
+        """`last`: gradients of the sums as they are now; `d_norm`: receives the norm's."""
+        self.slots, self.d_norm = slots, d_norm
+        self.sums = Sums(*(torch.zeros_like(x) for x in slots.sums))
+        self.keys, self.values = (torch.zeros_like(x) for x in self.sums[:2])
+        self._sums = self.sums.flat()
+        self._read = tuple(x.view(-1, x.shape[-1]) for x in (self.keys, self.values))
+        if last is not None:
+            for own, given in zip(self.sums, last, strict=True):
+                own[: len(given), :, : given.shape[2]] = given
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        """What queries send back to the slots `[n, S, G, D]` they read."""
+        for own, share in zip((self.keys, self.values), (keys, values), strict=True):
+            own[: len(share), :, : share.shape[1]] += share.transpose(1, 2)
+
+    def take_back(self, at: Places, now: Sums) -> Sums:
+        """Gradients `[tokens, ...]` of what an update's tokens added; `now`: what the slots it touched hold
+        since. The read form's gradients are then those of the form before the update."""
+        self._through_reading(at.touched, now, _once(at.touched, len(self._read[0])))
+        return Sums(*(x.index_select(0, at.of(field)) for field, x in enumerate(self._sums)))
+
+    def first(self, like: Sums) -> Sums:
+        """Gradients of the sums before the first update, `like`, all updates being taken back."""
+        every = torch.arange(len(self._read[0]), device=self.keys.device)
+        self._through_reading(every, self.slots.sums.flat(), None)
+        return Sums(*(x[:, :, : given.shape[2]] for x, given in zip(self.sums, like, strict=True)))
+
+    def _through_reading(self, rows: Tensor, now: Sums, once: Tensor | None) -> None:
+        """Move gradients of the read form of `rows`, which hold `now`, to their sums and the norm."""
+        slopes = [x.index_select(0, rows) for x in self._read]
+        if once is not None:
+            slopes = [x * once for x in slopes]
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (*now, *self.slots.norm)]
+            made = read(Sums(*leaves[:3]), Norm(*leaves[3:]), self.slots.spec, leaves[0].dtype)
+        *found, d_weight, d_bias = torch.autograd.grad(made, leaves, slopes)
+        for sums, share in zip(self._sums, found, strict=True):
+            sums.index_add_(0, rows, share)
+        for x in self._read:
+            x.index_fill_(0, rows, 0)
+        self.d_norm.weight.add_(d_weight)
+        self.d_norm.bias.add_(d_bias)
+
+
+def _once(rows: Tensor, count: int) -> Tensor:
+    """`[len(rows), 1]`, 1 for the first of equal rows (numbers below `count`), 0 for the others."""
+    order = torch.arange(len(rows), device=rows.device)
+    first = order.new_full((count,), len(rows)).scatter_reduce_(0, rows, order, "amin")
+    return (first[rows] == order)[:, None]
