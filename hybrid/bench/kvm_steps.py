@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from ..layers.kvm import chunks
+from ..layers.kvm.slots import Slots
 from ..layers.softmax import joined, kernels
 from ..layers.softmax.kernels import Mask
 from .timing import Steps
 
+TAKE_BACK = "accumulate and read, backward"
 OTHER = "other (norms, gates, gradients of inputs)"
 
 
@@ -22,33 +24,26 @@ def kvm_steps(run: Callable[[], Any], device: torch.device | str = "cpu") -> dic
 
     def attend(phase: str) -> Callable[..., str]:
         def label(_kernel: str, *operands: Any) -> str:
-            mask = operands[-2]
-            if mask is Mask.LOWER:
+            if operands[-2] is Mask.LOWER:
                 return f"attend, own chunk, {phase}"
-            where = "previous chunk" if any(name.endswith("of window") for name in steps.inside) else "state"
-            return f"attend, {where}, {phase}"
+            state = any(name in ("join of state", TAKE_BACK) for name in steps.inside)
+            return f"attend, {'state' if state else 'previous chunk'}, {phase}"
 
         return label
 
-    def join(parts_at: int, verb: str) -> Callable[..., str]:
+    def join(*args: Any) -> str:
         """The window's parts have a causal one among them."""
-
-        def label(*args: Any) -> str:
-            window = any(part.mask is Mask.LOWER for part in args[parts_at])
-            return f"{verb} of window" if window else f"{verb} of state"
-
-        return label
+        window = any(part.mask is Mask.LOWER for part in args[5])
+        return "join of window" if window else "join of state"
 
     with (
         steps.watching(
             (chunks, "decide", "route"),
-            (chunks, "contributions", "accumulate"),
-            (chunks, "accumulate", "accumulate"),
-            (chunks, "accumulate_backward", "accumulate, backward"),
-            (chunks, "read", "read"),
-            (chunks, "_read_backward", "read, backward"),
-            (joined.Joint, "add", join(5, "join")),
-            (chunks, "part_gradients", join(5, "gather gradients")),
+            (chunks, "contributions", "accumulate and read"),
+            (Slots, "update", "accumulate and read"),
+            (chunks, "_slots_backward", TAKE_BACK),
+            (chunks, "_group_backward", "gather gradients"),
+            (joined.Joint, "add", join),
             (kernels, "forward", attend("forward")),
             (kernels, "backward", attend("backward")),
         ),

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..base import LayerError
-from ..softmax import Part, kernels
+from ..softmax import ALL, Part, kernels
 from ..softmax.grid import ChunkGrid
-from ..softmax.joined import Gradient, Joint, Rows, part_gradients
+from ..softmax.joined import Gradient, Joint, Rows
 from ..softmax.kernels import Mask, choose
 from .groups import Group, groups
 from .routing import Choice, Norm, Routes, first_slots, prepare, route
@@ -238,7 +238,7 @@ def _updates(plan: _Plan, group: Group, added: Sums, slot: Tensor) -> list[_Ente
     each = zip(*(x.split(sizes) for x in added), strict=True)
     ways = slot[group.rows].split(sizes)
     return [
-        _Entering(step, Sums(*new), places(way, plan.size, plan.spec), readers)
+        _Entering(step, Sums(*new), places(way, step, plan.size, plan.spec), readers)
         for step, new, way, readers in zip(group.steps, each, ways, group.readers, strict=True)
     ]
 
@@ -263,6 +263,7 @@ class _Chunks(torch.autograd.Function):
         slots = plan.slots(x)
         if before is not None:
             slots.start(before, plan.size)
+            slots.read_all(*before.keys.shape[:3:2])
         kept: list[Tensor] = []
         for group in plan.groups:
             if plan.differentiable:
@@ -277,7 +278,7 @@ class _Chunks(torch.autograd.Function):
             for step, new, at, readers in _updates(plan, group, added, slot):
                 slots.update(new, at)
                 if readers is not None:
-                    keys, values = slots.readable(len(range(*readers.indices(rows))), step.after)
+                    keys, values = slots.readable(readers.stop - readers.start, step.after)
                     joint.add(plan.kernel, [back], [keys], [values], [Part(readers)], plan.scale)
             y[group.queries], lse[group.queries] = joint.result()
         ctx.save_for_backward(slot, founds, y, lse, *x, *kept)
@@ -328,6 +329,37 @@ def _gradients(x: _Operands) -> _Operands:
     return _Operands(x.q.new_empty(x.q.shape), *(zeros(like) for like in x[1:]))
 
 
+class _QueryGradient:
+    """The gradient of a group's queries, gathered from their versions for window keys and for slots."""
+
+    def __init__(self, x: _Operands, d: _Operands, group: Group) -> None:
+        self.queries, self.rows, self.d = x.queries(group), group.queries, d
+        self.total: Tensor | None = None
+
+    def of_front(self, rows: Rows, share: Tensor) -> None:
+        """Take in `[rows, C, H, D]` of the queries for window keys; the first share is of all queries."""
+        self._take(rows, share, self.queries.front, self.d.front)
+
+    def of_back(self, rows: Rows, share: Tensor) -> None:
+        """Take in `[rows, C, H, D]` of the queries for slots."""
+        self._take(rows, share, self.queries.back, self.d.back)
+
+    def _take(self, rows: Rows, share: Tensor, scale: Tensor | None, d_scale: Tensor | None) -> None:
+        share = share.to(self.d.weight.dtype)
+        if scale is not None:
+            assert d_scale is not None
+            d_scale += (share * self.queries.q[rows]).sum((0, 1, 3))[:, None]
+            share *= scale
+        if self.total is None:
+            self.total = share
+        else:
+            _add(self.total, rows, share)
+
+    def finish(self) -> None:
+        assert self.total is not None
+        self.d.q[self.rows] = self.total.to(self.d.q.dtype)
+
+
 def _group_backward(
     plan: _Plan,
     group: Group,
@@ -342,25 +374,24 @@ def _group_backward(
 
     `slots` and `d_slots` come as they are before the group and after it, and leave as before it.
     """
-    queries = x.queries(group)
-    front, back = queries.scaled()
+    grad, out, lse = joint
+    d_queries = _QueryGradient(x, d, group)
+    front, back = d_queries.queries.scaled()
     k, v = x.k[group.keys], x.v[group.keys]
-    d_front, d_k, d_v = (Gradient(t) for t in (front, k, v))
-    part_gradients(plan.kernel, joint, [front], [k], [v], group.window, plan.scale, ([d_front], [d_k], [d_v]))
-    _add(d.k, group.keys, d_k.total)
-    _add(d.v, group.keys, d_v.total)
-    d_back = torch.zeros_like(back, dtype=d.weight.dtype)
-    d_added = _slots_backward(plan, entering, joint, back, d_back, slots, d_slots)
-    whole: Tensor | None = None
-    for share, scale, total in ((d_front.total, x.front, d.front), (d_back, x.back, d.back)):
-        assert share is not None
-        if scale is not None:
-            assert total is not None
-            total += (share * queries.q).sum(-1).sum((0, 1))[:, None]
-            share *= scale
-        whole = share if whole is None else whole.add_(share)
-    assert whole is not None
-    d.q[group.queries] = whole.to(d.q.dtype)
+    inside = isinstance(group.keys, slice)
+    d_k, d_v = (Gradient(t, total[group.keys] if inside else None) for t, total in ((k, d.k), (v, d.v)))
+    for part in group.window:
+        rows = part.q_rows
+        own = grad[rows], front[rows], k[part.k_rows], v[part.k_rows], out[rows], lse[rows]
+        share, *shares = kernels.backward(plan.kernel, *own, part.mask, plan.scale)
+        d_queries.of_front(rows, share)
+        for total, other in zip((d_k, d_v), shares, strict=True):
+            total.add(part.k_rows, ALL, other)
+    if not inside:
+        _add(d.k, group.keys, d_k.total)
+        _add(d.v, group.keys, d_v.total)
+    d_added = _slots_backward(plan, entering, joint, back, d_queries, slots, d_slots)
+    d_queries.finish()
     return d_added
 
 
@@ -369,16 +400,14 @@ def _slots_backward(
     entering: list[_Entering],
     joint: tuple[Tensor, Tensor, Tensor],
     back: Tensor,
-    d_back: Tensor,
+    d_queries: _QueryGradient,
     slots: Slots,
     d_slots: SlotGradients,
 ) -> Sums:
-    """Make the updates, take them back one by one; adds to `d_back`, of the queries for slots."""
+    """Make the updates and take them back one by one; adds to the gradient of the queries."""
     grad, out, lse = joint
-    earlier = []
-    for _, new, at, _ in entering:
-        earlier.append(slots.held(at))
-        slots.update(new, at)
+    earlier = [slots.advance(new, at) for _, new, at, _ in entering]
+    slots.read_all(entering[0].step.sequences, entering[-1].step.after)
     found = []
     for step, _, at, readers in reversed(entering):
         if readers is not None:
@@ -386,7 +415,7 @@ def _slots_backward(
             keys, values = slots.readable(len(own), step.after)
             whole = (grad[readers], own, keys, values, out[readers], lse[readers])
             share, *shares = kernels.backward(plan.kernel, *whole, Mask.FULL, plan.scale)
-            d_back[readers] += share
+            d_queries.of_back(readers, share)
             d_slots.add(*shares)
         found.append(d_slots.take_back(at, slots.held(at)))
         slots.restore(at, earlier.pop())

@@ -13,11 +13,9 @@ from ..softmax.grid import ChunkGrid, rows
 from ..softmax.joined import Rows
 from .spec import KVMSpec, Update
 
-GROUP_ROWS = 8
-"""Chunks, of all sequences together, that a group has at least; few, as caches are small."""
-GROUP_UPDATES = 4
-"""A group has at least so many updates, and as many tokens of a sequence as there are slots, as the slots
-before each group are kept for the backward."""
+GROUP_CHUNKS = 4
+"""Updates in a group, at least: few, as caches are small. But a group has as many tokens of each sequence as
+there are slots, as the slots before each group are kept for the backward."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +89,9 @@ class _Rows:
 def _bundles(steps: Sequence[Update], chunk: int) -> list[list[Update]]:
     bundles: list[list[Update]] = [[]]
     for step in steps:
-        last = bundles[-1]
-        enough = max(GROUP_UPDATES, step.after // chunk)
-        if len(last) >= enough and sum(s.sequences for s in last) >= GROUP_ROWS:
-            bundles.append([step])
-        else:
-            last.append(step)
+        if len(bundles[-1]) >= max(GROUP_CHUNKS, step.after // chunk):
+            bundles.append([])
+        bundles[-1].append(step)
     return bundles
 
 

@@ -30,14 +30,6 @@ class Sums(NamedTuple):
     values: Tensor
     radius: Tensor
 
-    def flat(self) -> Sums:
-        """`[N, G, S, ...]` as rows `[N * G * S, ...]`; a view."""
-        return Sums(*(x.view(-1, x.shape[-1]) for x in self))
-
-    def select(self, rows: Tensor) -> Sums:
-        """Of flat sums."""
-        return Sums(*(x.index_select(0, rows) for x in self))
-
 
 def contributions(
     keys_RGCD: Tensor,
@@ -57,7 +49,9 @@ def contributions(
         gate = None if gate_RGC is None else gate_RGC[rows]
         gated_keys = _times(keys, key_weight(spec, number, own, gate))
         gated_values = _times(values, value_weight(spec, number, own, gate))
-        if spec.values == "radius":
+        if spec.values == "radius" and number and not _append(steps):
+            radius = torch.zeros_like(values[..., :1])  # as below, in no time
+        elif spec.values == "radius":
             # Merges leave the radius alone. The initial state's is that of the ungated value.
             length = torch.linalg.vector_norm(gated_values if number else values, dim=-1, keepdim=True)
             radius = length * own[..., None]
@@ -67,34 +61,62 @@ def contributions(
     return parts[0] if len(parts) == 1 else Sums(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
 
+def _append(steps: Sequence[Update]) -> bool:
+    """Whether any but update 0 makes new slots."""
+    return any(step.number and step.after > step.before for step in steps)
+
+
 def _times(x: Tensor, weight: Tensor | None) -> Tensor:
     return x if weight is None else x * weight[..., None]
 
 
+DENSE = 2
+"""Up to so many chunks of slots an update is taken to change all of them: plain copies are faster than picked
+rows."""
+
+
 class Places(NamedTuple):
-    """Where one update goes: rows of flat sums, for its tokens in the order `[n, C, G]`."""
+    """Where one update goes: rows of flat slots, for its tokens in the order `[n, C, G]`."""
 
     tokens: Tensor
     radius: Tensor
     """Where each token's radius is added."""
-    touched: Tensor
-    """Slots that change; may name one twice."""
+    box: tuple[slice, slice, slice]
+    """The slots `[n, G, S]` there are."""
+    dense: bool
+    """Whether all of them may change; else those that get tokens."""
 
     def of(self, field: int) -> Tensor:
         """Where field number `field` of the tokens' `Sums` is added."""
         return self.radius if field == 2 else self.tokens
 
+    def take(self, x: Tensor) -> Tensor:
+        """What may change, of `[N, G, S, ...]`: a view, or rows, of which some may be the same slot's."""
+        return x[self.box] if self.dense else _flat(x).index_select(0, self.tokens)
 
-def places(slot_nGC: Tensor, size: int, spec: KVMSpec) -> Places:
-    """Places of tokens that go to the given slots, of `size` slots for each head."""
+    def put(self, x: Tensor, new: Tensor) -> None:
+        """Set what `take` took."""
+        if self.dense:
+            x[self.box] = new
+        else:
+            _flat(x).index_copy_(0, self.tokens, new)
+
+
+def places(slot_nGC: Tensor, step: Update, size: int, spec: KVMSpec) -> Places:
+    """Places of tokens that go to the given slots in `step`; tensors have room for `size` slots a head."""
     sequences, heads, chunk = slot_nGC.shape
     first = torch.arange(sequences * heads, device=slot_nGC.device).view(sequences, 1, heads) * size
-    tokens = (slot_nGC.transpose(1, 2) + first).flatten()
-    if spec.values != "reference_counts":
-        return Places(tokens, tokens, tokens)
-    # The public code's rule: each update adds 1 to every slot, of which there are as many as tokens.
-    every = (torch.arange(chunk, device=slot_nGC.device)[:, None] + first).flatten()
-    return Places(tokens, every, every)
+    tokens = radius = (slot_nGC.transpose(1, 2) + first).flatten()
+    if spec.values == "reference_counts":
+        # The public code's rule: each update adds 1 to every slot, of which there are as many as tokens.
+        radius = (torch.arange(chunk, device=slot_nGC.device)[:, None] + first).flatten()
+    box = (slice(0, sequences), slice(None), slice(0, step.after))
+    return Places(tokens, radius, box, step.after <= DENSE * chunk)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """`[N, G, S, ...]` as rows `[N * G * S, ...]`; a view."""
+    return x.view(-1, x.shape[-1])
 
 
 def token_rows(x: Tensor) -> Tensor:
@@ -104,7 +126,7 @@ def token_rows(x: Tensor) -> Tensor:
 
 def absorbed(before: Sums, added: Sums, slot_nGC: Tensor, step: Update, spec: KVMSpec) -> Sums:
     """New slots `[n, G, S, ...]` after one update, the old ones left alone; differentiable."""
-    at = places(slot_nGC, step.after, spec)
+    at = places(slot_nGC, step, step.after, spec)
     after = []
     for field, (old, new) in enumerate(zip(before, added, strict=True)):
         grown = old.new_zeros(*old.shape[:2], step.after - old.shape[2], old.shape[3])
@@ -136,17 +158,19 @@ class Slots:
         self.sums = Sums(like.new_zeros(shape), like.new_zeros(shape), like.new_zeros(wide))
         self.keys = like.new_zeros(shape, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
-        self._sums = self.sums.flat()
-        self._read = tuple(x.view(-1, shape[3]) for x in (self.keys, self.values))
 
     def start(self, sums: Sums, most: int) -> None:
-        """Take over `[n, G, S, ...]`; further slots, up to `most`, are empty."""
+        """Take over sums `[n, G, S, ...]`; further slots, up to `most`, are empty."""
         sequences, _, held, _ = sums.keys.shape
         for own, given in zip(self.sums, sums, strict=True):
             own[:sequences, :, :held] = given
             own[:sequences, :, held:most] = 0
-        for own, made in zip((self.keys, self.values), self._readable(sums), strict=True):
-            own[:sequences, :, :held] = made
+
+    def read_all(self, sequences: int, slots: int) -> None:
+        """Bring the read form up to date."""
+        box = (slice(0, sequences), slice(None), slice(0, slots))
+        made = self._readable(Sums(*(x[box] for x in self.sums)))
+        self.keys[box], self.values[box] = made
 
     def copy(self, sequences: int, slots: int) -> Sums:
         """The sums of the first sequences."""
@@ -159,23 +183,34 @@ class Slots:
 
     def update(self, added: Sums, at: Places) -> None:
         """Add what tokens add, `[n, G, C, ...]`."""
-        for field, (sums, new) in enumerate(zip(self._sums, added, strict=True)):
-            sums.index_add_(0, at.of(field), token_rows(new))
-        self._read_again(at.touched, self.held(at))
+        self._add(added, at)
+        self._read(at, self.held(at))
+
+    def _add(self, added: Sums, at: Places) -> None:
+        for field, (sums, new) in enumerate(zip(self.sums, added, strict=True)):
+            _flat(sums).index_add_(0, at.of(field), token_rows(new))
 
     def held(self, at: Places) -> Sums:
-        """The sums of the slots that an update touches."""
-        return self._sums.select(at.touched)
+        """The sums that an update may change; they may be views."""
+        return Sums(*(at.take(x) for x in self.sums))
+
+    def advance(self, added: Sums, at: Places) -> Sums:
+        """As `update`, leaving the read form as it was; returns what `restore` needs to undo it."""
+        held = self.held(at)
+        if at.dense:
+            held = Sums(*(x.clone() for x in held))
+        self._add(added, at)
+        return held
 
     def restore(self, at: Places, held: Sums) -> None:
-        """Bring back what those slots held before the update."""
-        for sums, old in zip(self._sums, held, strict=True):
-            sums.index_copy_(0, at.touched, old)
-        self._read_again(at.touched, held)
+        """Undo an update; `held`: what `advance` returned."""
+        for sums, old in zip(self.sums, held, strict=True):
+            at.put(sums, old)
+        self._read(at, held)
 
-    def _read_again(self, touched: Tensor, sums: Sums) -> None:
-        for own, made in zip(self._read, self._readable(sums), strict=True):
-            own.index_copy_(0, touched, made)
+    def _read(self, at: Places, sums: Sums) -> None:
+        for own, made in zip((self.keys, self.values), self._readable(sums), strict=True):
+            at.put(own, made)
 
     def _readable(self, sums: Sums) -> tuple[Tensor, Tensor]:
         return read(sums, self.norm, self.spec, self.keys.dtype)
@@ -189,8 +224,6 @@ class SlotGradients:
         self.slots, self.d_norm = slots, d_norm
         self.sums = Sums(*(torch.zeros_like(x) for x in slots.sums))
         self.keys, self.values = (torch.zeros_like(x) for x in self.sums[:2])
-        self._sums = self.sums.flat()
-        self._read = tuple(x.view(-1, x.shape[-1]) for x in (self.keys, self.values))
         if last is not None:
             for own, given in zip(self.sums, last, strict=True):
                 own[: len(given), :, : given.shape[2]] = given
@@ -201,32 +234,38 @@ class SlotGradients:
             own[: len(share), :, : share.shape[1]] += share.transpose(1, 2)
 
     def take_back(self, at: Places, now: Sums) -> Sums:
-        """Gradients `[tokens, ...]` of what an update's tokens added; `now`: what the slots it touched hold
-        since. The read form's gradients are then those of the form before the update."""
-        self._through_reading(at.touched, now, _once(at.touched, len(self._read[0])))
-        return Sums(*(x.index_select(0, at.of(field)) for field, x in enumerate(self._sums)))
+        """Gradients `[n * C * G, ...]` of what an update's tokens added; `now`: the sums it may have changed.
+
+        The read form's gradients are then those of the form before the update.
+        """
+        slopes = [at.take(x) for x in (self.keys, self.values)]
+        if not at.dense:
+            once = _once(at.tokens, self.keys[..., 0].numel())
+            slopes = [x * once for x in slopes]
+        shares = self._through_reading(slopes, now)
+        for sums, share in zip(self.sums, shares, strict=True):
+            if at.dense:
+                sums[at.box] += share
+            else:
+                _flat(sums).index_add_(0, at.tokens, share)
+        for x, slope in zip((self.keys, self.values), slopes, strict=True):
+            at.put(x, torch.zeros_like(slope))
+        return Sums(*(_flat(x).index_select(0, at.of(field)) for field, x in enumerate(self.sums)))
 
     def first(self, like: Sums) -> Sums:
         """Gradients of the sums before the first update, `like`, all updates being taken back."""
-        every = torch.arange(len(self._read[0]), device=self.keys.device)
-        self._through_reading(every, self.slots.sums.flat(), None)
-        return Sums(*(x[:, :, : given.shape[2]] for x, given in zip(self.sums, like, strict=True)))
+        shares = self._through_reading([self.keys, self.values], self.slots.sums)
+        return Sums(*((x + y)[:, :, : z.shape[2]] for x, y, z in zip(self.sums, shares, like, strict=True)))
 
-    def _through_reading(self, rows: Tensor, now: Sums, once: Tensor | None) -> None:
-        """Move gradients of the read form of `rows`, which hold `now`, to their sums and the norm."""
-        slopes = [x.index_select(0, rows) for x in self._read]
-        if once is not None:
-            slopes = [x * once for x in slopes]
+    def _through_reading(self, slopes: list[Tensor], sums: Sums) -> Sums:
+        """Gradients of the sums whose read form has gradients `slopes`; adds to the norm's."""
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (*now, *self.slots.norm)]
+            leaves = [x.detach().requires_grad_() for x in (*sums, *self.slots.norm)]
             made = read(Sums(*leaves[:3]), Norm(*leaves[3:]), self.slots.spec, leaves[0].dtype)
         *found, d_weight, d_bias = torch.autograd.grad(made, leaves, slopes)
-        for sums, share in zip(self._sums, found, strict=True):
-            sums.index_add_(0, rows, share)
-        for x in self._read:
-            x.index_fill_(0, rows, 0)
         self.d_norm.weight.add_(d_weight)
         self.d_norm.bias.add_(d_bias)
+        return Sums(*found)
 
 
 def _once(rows: Tensor, count: int) -> Tensor:

@@ -104,9 +104,10 @@ class Joint:
 class Gradient:
     """A gradient gathered from parts, in at least fp32."""
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, total: Tensor | None = None) -> None:
+        """`like`: what the gradient is of; `total`: what the parts are added to, in place."""
         self.like = like
-        self.total: Tensor | None = None
+        self.total = total
 
     def add(self, rows: Rows, tokens: slice, share: Tensor) -> None:
         wide = torch.promote_types(share.dtype, torch.float32)
