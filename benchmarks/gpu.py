@@ -26,7 +26,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -54,8 +53,7 @@ from hybrid.bench.runs import (  # noqa: E402
     kvm_training,
 )
 from hybrid.bench.timing import alternate, seconds  # noqa: E402
-from hybrid.layers.kvm import chunks  # noqa: E402
-from hybrid.layers.softmax import kernels  # noqa: E402
+from hybrid.layers.softmax import force_kernel  # noqa: E402
 from hybrid.model import HybridLM  # noqa: E402
 from hybrid.recipe import load  # noqa: E402
 from hybrid.schema import Recipe  # noqa: E402
@@ -112,7 +110,7 @@ def plan(tiny: bool, limit: float) -> Plan:
             ("paper/kvm_fixed256_120m",), TINY_MODEL, started, limit,
         )  # fmt: skip
     lengths = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-    names = ("plain", "cuda", "flash_attn")
+    names = ("plain", "cuda", "flash_attn", "flash_attn_cute")
     return Plan(
         GPU_SIZES, "cuda", lengths, (2048, 32768), names, 8192, "inductor", 25.0, RECIPES, (), started, limit
     )
@@ -205,8 +203,7 @@ def variants(plan: Plan, note: Note) -> None:
     sizes, tokens = plan.sizes, plan.sizes.short
     for name in plan.kernels:
         for budget in BUDGETS:
-            choose = mock.Mock(return_value=name)
-            with mock.patch.object(kernels, "choose", choose), mock.patch.object(chunks, "choose", choose):
+            with force_kernel(name):
                 label = f"{sizes.name(budget)}, kernel {name}"
                 _try_timing(note, label, kvm_training(sizes, budget, tokens), plan)
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):

@@ -9,12 +9,20 @@ part; its gradients are then this block's share of the whole gradients.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..base import LayerError
 from ..plain import plain_forced
+from . import flash
 
 
 class Mask(Enum):
@@ -25,23 +33,63 @@ class Mask(Enum):
     UPPER = "j >= i"
 
 
+KERNELS = ("plain", "cpu", "cuda", *flash.MODULES)
+"""Matrix products; torch's flash operators for CPU and for CUDA; the flash-attn packages."""
+LARGEST_HEAD = 256
+_forced: ContextVar[str | None] = ContextVar("kernel", default=None)
+
+
+@contextmanager
+def force_kernel(name: str) -> Iterator[None]:
+    """Inside this context, and in later backwards of it, attention runs this one of KERNELS or fails.
+
+    `force_plain`, which is for all layers, goes before it.
+    """
+    if name not in KERNELS:
+        raise LayerError(f"there is no attention kernel {name!r}; there are: {', '.join(KERNELS)}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
 def choose(q: Tensor) -> str:
-    """The kernel for queries `q`: "plain", or torch's flash operator for "cpu" or "cuda"."""
+    """The kernel for queries `q`: one of KERNELS, the fastest that computes them."""
+    forced = "plain" if plain_forced() else _forced.get()
+    if forced is not None:
+        return forced
     head_size = q.shape[-1]
-    if plain_forced() or head_size > 256:
-        return "plain"
     if q.device.type == "cpu":
-        return "cpu"
-    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or head_size % 8:
+        return "cpu" if head_size <= LARGEST_HEAD else _plain_head(head_size, "up to 256")
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
         return "plain"
-    return "cuda" if torch.cuda.get_device_capability(q.device) >= (8, 0) else "plain"
+    generation, _ = torch.cuda.get_device_capability(q.device)
+    if generation < 8:
+        return "plain"
+    if head_size > LARGEST_HEAD or head_size % 8:
+        return _plain_head(head_size, "multiples of 8 up to 256")
+    return flash.fitting(head_size, generation) or "cuda"
+
+
+@cache
+def _plain_head(head_size: int, allowed: str) -> str:
+    """Cached, so that it is said once."""
+    warnings.warn(
+        f"heads of {head_size} features do not fit the fast attention kernels ({allowed} do): plain matrix "
+        "products compute them, exactly but slowly",
+        stacklevel=4,
+    )
+    return "plain"
 
 
 def forward(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
     """Output `[R, T, H, D]` (q's dtype; at least fp32 from the plain kernel) and log-sum-exp `[R, H, T]` (at
     least fp32)."""
     _check(q, k, mask)
-    return {"plain": _plain_forward, "cpu": _cpu_forward, "cuda": _cuda_forward}[kernel](q, k, v, mask, scale)
+    if kernel in flash.MODULES and mask is not Mask.UPPER:
+        return flash.forward(kernel, q, k, v, mask is Mask.LOWER, scale)
+    return _OWN[kernel][0](q, k, v, mask, scale)
 
 
 def backward(
@@ -57,8 +105,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `grad` and `out` `[R, T, H, D]`, `lse` `[R, H, T]` of the whole softmax."""
     _check(q, k, mask)
-    run = {"plain": _plain_backward, "cpu": _cpu_backward, "cuda": _cuda_backward}[kernel]
-    return run(grad, q, k, v, out, lse, mask, scale)
+    if kernel in flash.MODULES and mask is not Mask.UPPER:
+        return flash.backward(kernel, grad, q, k, v, out, lse, mask is Mask.LOWER, scale)
+    return _OWN[kernel][1](grad, q, k, v, out, lse, mask, scale)
 
 
 def _check(q: Tensor, k: Tensor, mask: Mask) -> None:
@@ -170,3 +219,12 @@ def _cuda_backward(
         grad, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, mask is Mask.LOWER,
         unused, unused, scale=scale, **_cuda_window(mask),
     )  # fmt: skip
+
+
+_OWN: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "plain": (_plain_forward, _plain_backward),
+    "cpu": (_cpu_forward, _cpu_backward),
+    "cuda": (_cuda_forward, _cuda_backward),
+    # The masks that flash-attn does not know.
+    **dict.fromkeys(flash.MODULES, (_cuda_forward, _cuda_backward)),
+}

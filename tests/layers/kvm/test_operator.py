@@ -323,6 +323,24 @@ def test_the_slots_of_all_chunks_are_not_kept_for_the_backward():
     assert sum(kept.values()) < slots / 4
 
 
+def test_a_sequence_of_131073_tokens_is_right_at_its_end():
+    """The last 64 outputs, against the same tokens read in pieces, the end one by one."""
+    spec, tokens = KVMSpec(256, 2, 4, 1, Budget("power_law", 256)), 131073
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, tokens, 1, 8, generator=generator) for _ in range(3))
+    gate = torch.rand(1, tokens, 1, generator=generator)
+    more = {"spec": spec, "norm_weight": torch.ones(8), "norm_bias": torch.zeros(8)}
+    state, outputs = None, []
+    with torch.no_grad():
+        whole, after, routes = kvm_attention(q, k, v, gate, **more)
+        cuts = [32768, 32768, 32768, 32000, 700, *[1] * 69]
+        for piece in zip(*(x.split(cuts, 1) for x in (q, k, v, gate)), strict=True):
+            y, state, _ = kvm_attention(*piece, **more, state=state, routes=routes)
+            outputs.append(y)
+    assert after.slots == state.slots == spec.slots_after(510)
+    torch.testing.assert_close(whole[:, -64:], torch.cat(outputs, 1)[:, -64:], atol=1e-4, rtol=0)
+
+
 def test_statistics():
     spec, leaves, found = SPECS["growing"], inputs(100), {}
     _, state, _ = run(leaves, spec, statistics=found)

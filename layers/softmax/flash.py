@@ -1,0 +1,98 @@
+"""The flash-attn packages as kernels of one block: version 2, and the newer one in the CuTe language.
+
+Their inner functions are called, which take and return the log-sum-exp `[R, H, T]` (fp32): the backward of a
+block needs that of the whole softmax. Names and orders are those of flash-attn 2.7 and later, and of
+`flash_attn.cute`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+V2, CUTE = "flash_attn", "flash_attn_cute"
+MODULES = {
+    V2: ("flash_attn.flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward"),
+    CUTE: ("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"),
+}
+LARGEST_HEAD = {V2: 256, CUTE: 128}
+GENERATIONS = {V2: range(8, 100), CUTE: range(9, 11)}
+"""Compute capabilities (major) of GPUs."""
+
+
+def fitting(head_size: int, generation: int) -> str | None:
+    """The installed package to use on a GPU of compute capability `generation`, the newer one first."""
+    for name in (CUTE, V2):
+        if head_size <= LARGEST_HEAD[name] and generation in GENERATIONS[name] and functions(name):
+            return name
+    return None
+
+
+@cache
+def functions(name: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Forward and backward; None where the package is not installed. A broken one is told once."""
+    module, *wanted = MODULES[name]
+    try:
+        found = importlib.import_module(module)
+        forward, backward = (getattr(found, function) for function in wanted)
+        return forward, backward
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "flash_attn":
+            return None
+        problem: Exception = error
+    except Exception as error:  # missing drivers and half-installed packages come as many types
+        problem = error
+    warnings.warn(f"{module} cannot be loaded ({problem}); another kernel computes instead", stacklevel=2)
+    return None
+
+
+def forward(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output `[R, T, H, D]` and log-sum-exp `[R, H, T]`."""
+    run, _ = _loaded(name)
+    if name == V2:
+        found = run(
+            q, k, v, dropout_p=0.0, softmax_scale=scale, causal=causal, window_size_left=-1,
+            window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
+    else:
+        found = run(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+    return found[0], found[1]
+
+
+def backward(
+    name: str,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; repeatable where torch's deterministic algorithms are asked for."""
+    _, run = _loaded(name)
+    grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
+    if name == CUTE:
+        dq, dk, dv = run(q, k, v, out, grad, lse, softmax_scale=scale, causal=causal)[:3]
+        return dq, dk, dv
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    run(
+        grad, q, k, v, out, lse, dq, dk, dv, dropout_p=0.0, softmax_scale=scale, causal=causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _loaded(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    found = functions(name)
+    if found is None:
+        raise RuntimeError(f"{MODULES[name][0]} is not installed")
+    return found
