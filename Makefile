@@ -2,6 +2,7 @@
 # make test         the whole test suite
 # make lint         ruff and mypy
 # make test-slow    longer studies
+# make chaos        trials of random misfortune: killed, stopped and cut off processes, full disks, damaged files
 # Other interpreters: make PYTHON=python3.12 ...; other recipe keys: make quickstart ARGS="train.steps=100"
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -10,16 +11,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: quickstart test test-slow lint format clean
+.PHONY: quickstart test test-slow chaos lint format clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/hybrid train recipes/quickstart.yaml $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow" --numprocesses auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not chaos" --numprocesses auto --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+chaos: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/hybrid/train/test_chaos.py $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -58,6 +58,7 @@ _RANGES: dict[str, tuple[float, bool, float | None]] = {
     "train.seed": (0, True, 2**63 - 1),
     "train.checkpoint_every": (1, True, None),
     "train.keep_last": (1, True, None),
+    "train.hang_timeout": (5, True, None),
     "train.eval_every": (0, True, None),
     "train.eval_tokens": (1, True, None),
     "train.loss_chunk": (1, True, None),

@@ -6,7 +6,7 @@ RUN/
   tokenizer.model     a copy of the data's
   metrics.jsonl       every logged value (hybrid.train.monitor.read_metrics)
   tensorboard/        the same for TensorBoard
-  checkpoints/        step_00000100/ ... (hybrid.train.checkpoint)
+  checkpoints/        step_00000100/ ... (hybrid.train.tags)
   samples.txt         continuations of train.prompts by the trained model
   logs/               messages of DeepSpeed and torch, one file a process
   lock                held while a process trains here
@@ -18,8 +18,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybrid.train.checkpoint import load_weights, newest_weights, tokenizer_of
-from hybrid.train.distributed import TrainError
+from hybrid.train.errors import TrainError
+from hybrid.train.tags import load_weights, newest_weights, tokenizer_of
 
 TOKENIZER = "tokenizer.model"
 

@@ -124,7 +124,13 @@ class TrainSection:
     init_from: str | None = None
     """A run directory or converted model whose weights (only) training starts from."""
     checkpoint_every: int = 500
+    """Steps between checkpoints, which are written while training goes on."""
     keep_last: int = 3
+    """Newest checkpoints that are kept."""
+    checkpoint_copy: str | None = None
+    """A second folder, best on another disk, that gets a copy of every checkpoint."""
+    hang_timeout: float = 600.0
+    """Seconds without any progress after which all processes print where they are and end."""
     eval_every: int = 500
     """0: only before the first and after the last step."""
     eval_tokens: int | None = None

@@ -12,8 +12,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import launcher
-from .errors import TrainError
+from .errors import LostError, TrainError, words
+from .pulse import Pulse
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """A rank that waits longer than this for the others gives up; preparing data is exempt."""
@@ -40,6 +41,9 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    store: dist.Store | None = field(default=None, compare=False)
+    """Where the processes met; None for one process alone."""
+    pulse: Pulse = field(default_factory=Pulse, compare=False)
 
     @property
     def main(self) -> bool:
@@ -73,19 +77,24 @@ class World:
         Raises the problem on the main rank (as TrainError when another rank's) and SystemExit(2) on the
         others, so that a job ends with one message.
         """
-        texts = self.gather(None if problem is None else str(problem) or type(problem).__name__)
-        if not any(texts):
+        found = self.problems(problem)
+        if found is None:
             return
         if not self.main:
             raise SystemExit(2) from problem
-        if problem is not None:
-            raise problem
+        raise problem or TrainError(found)
+
+    def problems(self, problem: Exception | None) -> str | None:
+        """All ranks' problems in words, on every rank; None when no rank has one."""
+        texts = self.gather(None if problem is None else words(problem))
         said: dict[str, list[int]] = {}
         for rank, text in enumerate(texts):
             if text:
                 said.setdefault(text, []).append(rank)
+        if self.size == 1:
+            return texts[0]
         listed = [f"rank {', '.join(map(str, ranks))} of {self.size}: {text}" for text, ranks in said.items()]
-        raise TrainError("; ".join(listed))
+        return "; ".join(listed) or None
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -105,13 +114,15 @@ class World:
         if not patient or self.size == 1:
             with self.together():
                 if self.main:
-                    work()
+                    with self.pulse.patience("one process works for all") if patient else nullcontext():
+                        work()
             return
         problem: Exception | None = None
         group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
         try:
             if self.main:
-                work()
+                with self.pulse.patience("one process works for all"):
+                    work()
         except (ValueError, OSError) as error:
             problem = error
         dist.barrier(group)
@@ -148,7 +159,8 @@ def start(threads: int | None = None) -> World:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
+    store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, store)
 
 
 def stop() -> None:
@@ -236,7 +248,7 @@ def peers_may_end() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
             raise
-        raise TrainError(
+        raise LostError(
             "lost the connection to another process of this run, which ended or cannot be reached; its own "
             "messages say why. The same command goes on from the newest checkpoint "
             f"({str(error).splitlines()[0][:200]})"

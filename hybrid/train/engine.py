@@ -1,12 +1,13 @@
 """The DeepSpeed engine with what training needs around it: exact loss weighting, norms, and skipping.
 
-Only this file and `shards.py` know DeepSpeed.
+Only this file and `masters.py` know DeepSpeed.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,8 @@ from hybrid.memory import LARGEST_BUCKET
 from hybrid.schema import Recipe
 
 from . import optimizer
-from .distributed import World
+from .distributed import TrainError, World
+from .statefiles import Reader
 
 if TYPE_CHECKING:
     from hybrid.recipe import Geometry
@@ -40,7 +42,7 @@ class Engine:
         """`model` is a HybridLM, or a module with `no_decay()` like its."""
         import deepspeed
 
-        from .shards import ShardFiles
+        from .masters import Masters
 
         self.world = world
         self.stage = recipe.parallel.zero_stage
@@ -49,14 +51,14 @@ class Engine:
         self._accumulation = geometry.accumulation
         self._micro = 0
         built = optimizer.build(recipe.optimizer, model.named_parameters(), model.no_decay())
+        shapes = _shapes(model)
         config = settings(recipe, geometry, sum(p.numel() for p in model.parameters()), world)
         self.deepspeed, *_ = deepspeed.initialize(
             model=model, optimizer=built, config=config, dist_init_required=False
         )
-        self.files = ShardFiles()
-        self.deepspeed.checkpoint_engine = self.files
-        # The scripts DeepSpeed would copy into every checkpoint unpickle whatever they are given.
-        self.deepspeed._copy_recovery_script = lambda _: None
+        self.masters = Masters(self.deepspeed, shapes, self.stage, world)
+        if self.stage == 3:
+            model.register_state_dict_post_hook(_refuse_partitioned)
         if recipe.train.compile:
             self.deepspeed.compile()
 
@@ -78,6 +80,7 @@ class Engine:
         Returns None before the last micro-batch of a step.
         """
         self._micro += 1
+        self.world.pulse.beat()
         self.deepspeed.backward(loss * math.nan if poisoned else loss)
         last = self._micro % self._accumulation == 0
         norm = None
@@ -85,6 +88,7 @@ class Engine:
             norm = self._local_norm()
             self._clip_or_drop(norm)
         self.deepspeed.step()
+        self.world.pulse.beat()
         if not last:
             return None
         if norm is None:
@@ -99,42 +103,10 @@ class Engine:
         optimizer.apply(self.deepspeed.optimizer.param_groups, self._section, self._rho, fraction)
         return self._section.lr * fraction
 
-    def weights(self) -> dict[str, Tensor]:
-        """Full fp32 weights and persistent buffers on the CPU of the main rank; elsewhere an empty dict.
-
-        A tensor that several names share stands under its first.
-        """
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        kept: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            sharded = hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
-            full = safe_get_full_fp32_param(parameter) if sharded else parameter.detach()
-            if self.world.main:
-                kept[name] = full.detach().to("cpu", torch.float32, copy=True).contiguous()
-        if self.world.main:
-            buffers = {name for name, _ in self.model.named_buffers()}
-            for name, value in self.model.state_dict(keep_vars=True).items():
-                if name in buffers:
-                    kept[name] = value.detach().cpu().clone().contiguous()
-        return kept
-
-    def save(self, folder: str, tag: str) -> None:
-        """Write this rank's files below folder/tag.
-
-        Raises, on all ranks together, when any could not write.
-        """
-        self.files.error = None
-        self.deepspeed.save_checkpoint(folder, tag=tag, save_latest=False)
-        self.world.agree(self.files.error)
-
-    def load(self, folder: str, tag: str) -> None:
-        """Restore weights, moments and counters from files that were found whole."""
-        path, _ = self.deepspeed.load_checkpoint(folder, tag=tag)
-        assert path is not None, f"deepspeed found no checkpoint {tag} in {folder}"
-        # Saving happens between steps only, so accumulation starts anew.
-        self._micro = 0
-        self.deepspeed.micro_steps = 0
+    def load(self, folder: Path) -> None:
+        """Restore weights and optimizer state from a tag's folder that was found whole, written by any number
+        of processes at any ZeRO stage. TrainError when it is of another model."""
+        self.masters.restore(Reader(folder))
 
     def close(self) -> None:
         """Take DeepSpeed's hooks off, so that another engine can be made in this process."""
@@ -151,6 +123,31 @@ class Engine:
         """Norm of the gradient every rank holds whole (stage 0, after the reduction)."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         return float(nn.utils.get_total_norm(grads)) if grads else 0.0
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of parameters and persistent buffers by name; what several names share stands under its first."""
+    buffers = dict(model.named_buffers())
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name in model.state_dict(keep_vars=True):
+        if name not in buffers:
+            continue
+        if not buffers[name].is_floating_point():
+            raise TrainError(
+                f"the model's buffer {name} is {buffers[name].dtype}: checkpoints hold floats only"
+            )
+        shapes[name] = tuple(buffers[name].shape)
+    return shapes
+
+
+def _refuse_partitioned(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    """A state dict under ZeRO-3 would be saved as tensors without elements."""
+    empty = [name for name, value in state.items() if isinstance(value, Tensor) and not value.numel()]
+    if empty:
+        raise TrainError(
+            f"{empty[0]} and {len(empty) - 1} other parameters are spread over the processes (ZeRO stage 3) "
+            "and have no values here: take the weights from the run's checkpoints"
+        )
 
 
 def settings(recipe: Recipe, geometry: Geometry, parameters: int, world: World) -> dict[str, Any]:

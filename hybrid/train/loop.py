@@ -22,14 +22,18 @@ from hybrid.runs import TOKENIZER, load_run
 from hybrid.schema import Recipe
 
 from . import distributed, logs, monitor, resume, schedule, step, validation
-from .checkpoint import Checkpoints, Origin, Progress
+from .checkpoint import Checkpoints
 from .distributed import TrainError, World
 from .engine import Engine
+from .errors import STOPPED_EXIT_CODE
 from .lifeline import lifeline
 from .pace import Pace
 from .run_directory import RunDirectory
-from .signals import STOPPED_EXIT_CODE, Signals
+from .saving import Saver
+from .signals import Signals
 from .step import Step
+from .tags import Origin, Progress
+from .watch import watching
 
 if TYPE_CHECKING:
     from hybrid.data import Batch
@@ -87,7 +91,9 @@ def train(recipe: Recipe) -> Summary:
     with distributed.peers_may_end(), contextlib.ExitStack() as stack:
         directory = _open_directory(folder, world, stack)
         stack.enter_context(lifeline(world))
-        stack.enter_context(logs.quiet(folder / "logs" / f"rank_{world.rank}.log"))
+        log = folder / "logs" / f"rank_{world.rank}.log"
+        stack.enter_context(logs.quiet(log))
+        stack.enter_context(watching(world, recipe.train.hang_timeout, log))
         signals = stack.enter_context(Signals())
         signals.at_once = True  # a stopped preparation goes on where it was
         _prepare_data(recipe, world)
@@ -135,12 +141,14 @@ class _Run:
         with world.together():
             self.tokenizer = Tokenizer.load(Path(recipe.data.folder) / TOKENIZER)
             _set_vocabulary(recipe, self.tokenizer)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe.train.keep_last, world)
+        copy = Path(recipe.train.checkpoint_copy) if recipe.train.checkpoint_copy else None
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", recipe.train.keep_last, world, copy)
         self.origin = Origin(
             world.size, recipe.parallel.zero_stage, recipe.train.precision, self.tokenizer.fingerprint,
             resume.plain(recipe),
         )  # fmt: skip
-        tag = self.checkpoints.find(recipe.train.resume)
+        with world.pulse.patience("checking checkpoints"):
+            tag = self.checkpoints.find(recipe.train.resume)
         self.progress, told = self._read(tag)
         if tag is not None:
             self.checkpoints.set_newer_aside(self.progress.step)
@@ -151,8 +159,11 @@ class _Run:
         stack.callback(self.monitor.close)
         for text in told:
             self.monitor.say(f"changed since the checkpoint: {text}")
-        self.engine = self._build(tag)
+        with world.pulse.patience("building the model"):
+            self.engine = self._build(tag)
         stack.callback(self.engine.close)
+        self.saver = Saver(self.checkpoints, world, self.monitor)
+        stack.callback(self.saver.close)
         self.loader = Loader(
             recipe.data, seed=recipe.train.seed, sequences=self.geometry.micro_batch, rank=world.rank,
             world=world.size, start_sample=self.progress.sample, lanes=recipe.train.batch_size,
@@ -167,7 +178,8 @@ class _Run:
         flops = self.engine.model.flops_per_token(recipe.data.context).training
         self.pace = Pace(recipe, flops, world)
         self.last_loss: float | None = None
-        self.saved_step = self.progress.step if tag is not None else -1
+        if tag is not None:
+            self.saver.begun_step = self.saver.saved_step = self.progress.step
         self.scored: tuple[int, validation.Score] | None = None
 
     def _read(self, tag: str | None) -> tuple[Progress, list[str]]:
@@ -195,7 +207,8 @@ class _Run:
         with logs.prints_to(self.folder / "logs" / f"rank_{self.world.rank}.log"):
             engine = Engine(model, recipe, self.geometry, self.world)
             if tag is not None:
-                engine.load(str(self.checkpoints.folder), tag)
+                with self.world.together():
+                    engine.load(self.checkpoints.folder / tag)
         if tag is not None:
             self.monitor.say(f"going on from {self.checkpoints.folder / tag}")
         return engine
@@ -210,11 +223,14 @@ class _Run:
             self.progress.bits_per_byte_before = None if math.isnan(before) else before
         while self.progress.step < train.steps:
             done, number = self._step(), self.progress.step
+            self.saver.advance()
             if train.eval_every and number % train.eval_every == 0:
                 self._score()
-            if done.stop or done.save or number % train.checkpoint_every == 0 or number == train.steps:
-                self._save()
+            last = done.stop or number == train.steps
+            if last or done.save or number % train.checkpoint_every == 0:
+                self._save(patient=last)
             if done.stop and number < train.steps:
+                self._saved()
                 self.monitor.say(
                     f"stopped by SIGTERM after step {number}; the same command goes on from there"
                 )
@@ -224,6 +240,7 @@ class _Run:
         """One optimizer step, counted and logged."""
         recipe, progress = self.recipe, self.progress
         begin = time.perf_counter()
+        self.world.pulse.beat(f"step {progress.step + 1}")
         batches = [next(self.loader) for _ in range(self.geometry.accumulation)]
         waited = time.perf_counter() - begin
         fraction = schedule.rate_fraction(progress.step, recipe.train.steps, recipe.schedule)
@@ -322,18 +339,23 @@ class _Run:
         )
         return result
 
-    def _save(self) -> None:
-        if self.saved_step == self.progress.step:
-            return
-        self.world.on_main(self.monitor.flush)
-        with logs.prints_to(self.folder / "logs" / f"rank_{self.world.rank}.log"):
-            self.checkpoints.save(self.engine, self.progress, self.origin)
-        self.saved_step = self.progress.step
+    def _save(self, *, patient: bool) -> None:
+        """Start to write a checkpoint, unless this step has one."""
+        if self.saver.begun_step != self.progress.step:
+            self.world.on_main(self.monitor.flush)
+            self.saver.begin(self.engine, self.progress, self.origin, patient=patient)
+
+    def _saved(self) -> None:
+        """Wait until the checkpoint of this step is on disk; TrainError when it could not be written."""
+        self.saver.wait()
+        if self.saver.saved_step != self.progress.step:
+            self.world.agree(TrainError(self.saver.failure))
 
     def finish(self, begin: float) -> Summary:
-        """Score, sample and sum up, after the last step's checkpoint."""
+        """Score, sample and sum up, when the last step's checkpoint is on disk."""
         if self.scored is None or self.scored[0] != self.progress.step:
             self._score()
+        self._saved()
         assert self.scored is not None
         result = self.scored[1]
         memory = self.world.gather_numbers([monitor.memory_bytes(self.world.device)])

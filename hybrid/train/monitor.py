@@ -15,12 +15,16 @@ import resource
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
 from hybrid.schema import MonitorSection
+
+from .errors import words
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -40,6 +44,7 @@ class Monitor:
     def __init__(self, folder: Path, section: MonitorSection, main: bool, step: int) -> None:
         """`step` is the last finished step: what the files hold beyond it was of an abandoned attempt."""
         self.run = uuid.uuid4().hex[:8]
+        self._disk_failed = False
         self._metrics: TextIO | None = None
         self._events: SummaryWriter | None = None
         if not main:
@@ -60,11 +65,13 @@ class Monitor:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"step": step, "run": self.run, "time": round(time.time(), 3), **finite})
-        self._metrics.write(line + "\n")
-        self._metrics.flush()
+        with self._surviving():
+            self._metrics.write(line + "\n")
+            self._metrics.flush()
         if self._events is not None:
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
+            with self._surviving():
+                for name, value in values.items():
+                    self._events.add_scalar(name, value, step)
 
     def say(self, text: str) -> None:
         """A line for the terminal."""
@@ -74,16 +81,30 @@ class Monitor:
     def flush(self) -> None:
         """Bring everything written so far to disk, so that a checkpoint never is ahead of its curves."""
         if self._metrics is not None:
-            os.fsync(self._metrics.fileno())
+            with self._surviving():
+                os.fsync(self._metrics.fileno())
             if self._events is not None:
-                self._events.flush()
+                with self._surviving():
+                    self._events.flush()
 
     def close(self) -> None:
         if self._metrics is not None:
             self.flush()
-            self._metrics.close()
+            with self._surviving():
+                self._metrics.close()
             if self._events is not None:
-                self._events.close()
+                with self._surviving():
+                    self._events.close()
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """A full disk costs curves, not the training: said once."""
+        try:
+            yield
+        except OSError as error:
+            if not self._disk_failed:
+                self.say(f"could not write what is logged: {words(error)}; training goes on without")
+            self._disk_failed = True
 
 
 def _is_cut(path: Path) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from hybrid.schema import Recipe
 
-from .checkpoint import Origin, load_weights, newest_weights, tokenizer_of
 from .distributed import TrainError
+from .tags import Origin, load_weights, newest_weights, tokenizer_of
 
 FIXED = {
     "model": None,
@@ -22,8 +22,9 @@ FIXED = {
     "train": ("batch_size", "seed", "precision", "z_loss"),
 }
 """Keys that make it another run (None: the whole section)."""
-TOLD = ("optimizer", "schedule")
-"""Sections whose other keys may change, which is said on the terminal; the rest changes nothing learned."""
+TOLD = ("optimizer", "schedule", "parallel")
+"""Sections whose other keys may change, which is said on the terminal; the rest changes nothing learned. The
+number of processes may change too: checkpoints do not depend on it."""
 PLACES = ("paths", "name")
 """Where a source lies is free: the tokenizer and the prepared shards say what it holds."""
 
@@ -33,20 +34,6 @@ def check(origin: Origin, recipe: Recipe, tokenizer: str, world_size: int) -> li
 
     Raises TrainError naming every key that must not change.
     """
-    stage = recipe.parallel.zero_stage
-    if origin.zero_stage != stage:
-        raise TrainError(
-            f"the checkpoint was written with parallel.zero_stage={origin.zero_stage} and the recipe says "
-            f"{stage}: go on with {origin.zero_stage}, or start from its weights alone with train.init_from "
-            "in another train.output"
-        )
-    if origin.world_size != world_size and stage > 0:
-        raise TrainError(
-            f"the checkpoint was written by {origin.world_size} processes and this run has {world_size}: "
-            f"with parallel.zero_stage={stage} every process keeps its part of the optimizer. Go on with "
-            f"{origin.world_size} processes, or start from its weights alone with train.init_from in another "
-            "train.output"
-        )
     if origin.tokenizer != tokenizer:
         raise TrainError(
             f"the checkpoint's tokenizer has fingerprint {origin.tokenizer[:12]}, that of "
@@ -59,7 +46,10 @@ def check(origin: Origin, recipe: Recipe, tokenizer: str, world_size: int) -> li
             "the recipe differs from the checkpoint's in what cannot change on the way: " + "; ".join(refused)
             + ". Give another train.output, with train.init_from to start from its weights"
         )  # fmt: skip
-    return [text for key, text in changes.items() if key[0] in TOLD]
+    told = [text for key, text in changes.items() if key[0] in TOLD]
+    if origin.world_size != world_size:
+        told.append(f"processes: {origin.world_size} -> {world_size}")
+    return told
 
 
 def plain(recipe: Recipe) -> dict[str, Any]:

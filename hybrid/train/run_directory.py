@@ -15,8 +15,8 @@ import torch
 from hybrid import recipe as recipes
 from hybrid.schema import Recipe
 
-from .checkpoint import write_json
 from .distributed import TrainError, World
+from .tags import write_json
 
 PACKAGES = ("kvm-hybrid", "torch", "deepspeed", "numpy", "sentencepiece", "grain", "safetensors", "omegaconf")
 

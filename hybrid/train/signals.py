@@ -7,8 +7,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-STOPPED_EXIT_CODE = 75
-"""Exit code after SIGTERM: the state is saved, starting the same command again goes on (EX_TEMPFAIL)."""
+from .errors import STOPPED_EXIT_CODE
 
 
 class Signals:

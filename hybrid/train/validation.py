@@ -35,6 +35,7 @@ def score(model: nn.Module, held_out: ValidationSet, world: World) -> Score:
         borders = None if batch.cu_seqlens is None else batch.cu_seqlens.to(world.device)
         ids, labels = batch.ids.to(world.device), batch.labels.to(world.device)
         loss = model(ids, cu_seqlens=borders, labels=labels, want_state=False)
+        world.pulse.beat("validation")
         nats, tokens = nats + float(loss.total), tokens + int(loss.tokens)
     model.train(training)
     nats, counted = world.gather_numbers([nats, tokens]).sum(0).tolist()

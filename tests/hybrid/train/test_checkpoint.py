@@ -3,43 +3,71 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybrid.train.checkpoint import Checkpoints, Origin, Progress, load_weights, newest_weights, tags_in
+from hybrid.train import statefiles
+from hybrid.train.checkpoint import Checkpoints
 from hybrid.train.distributed import TrainError, World
+from hybrid.train.saving import Saver
+from hybrid.train.tags import Origin, Progress, load_weights, newest_weights, tags_in
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+
+
+class Silent:
+    """Notes what a run would say and log."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.values: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self.values |= values
 
 
 class FakeEngine:
-    """Writes the files of two ranks; `failure` is raised as a full disk would."""
+    """A weight `a` of 4 elements and its moment of 250 000 bytes."""
 
-    def __init__(self, failure: OSError | None = None) -> None:
-        self.failure = failure
+    def __init__(self) -> None:
+        self.masters = self
 
-    def save(self, folder: str, tag: str) -> None:
-        if self.failure:
-            raise self.failure
-        for rank in range(2):
-            Path(folder, tag, f"zero_pp_rank_{rank}_optim_states.pt").write_bytes(bytes([rank]) * 1000)
+    def files(self) -> list[statefiles.StateFile]:
+        moment = statefiles.Entry("a", "exp_avg", (250, 250), 0)
+        return [statefiles.layout({"a": (4,)}, [])[0], statefiles.StateFile(OPTIMIZER, (moment,))]
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {"a": torch.arange(4.0)}
-
-
-def checkpoints(folder: Path, keep_last: int = 3) -> Checkpoints:
-    return Checkpoints(folder, keep_last, ALONE)
+    def capture(self) -> list[tuple[statefiles.StateFile, list[torch.Tensor]]]:
+        return list(
+            zip(self.files(), [[torch.arange(4.0)], [torch.ones(62000), torch.ones(500)]], strict=True)
+        )
 
 
-def save(kept: Checkpoints, step: int, engine: FakeEngine | None = None) -> Path:
-    return kept.save(
-        engine or FakeEngine(), Progress(step=step, sample=4 * step), Origin(1, 1, "fp32", "f00")
-    )
+def checkpoints(folder: Path, keep_last: int = 3, copy: Path | None = None) -> Checkpoints:
+    return Checkpoints(folder, keep_last, ALONE, copy)
+
+
+def begin(kept: Checkpoints, step: int) -> tuple[Saver, Silent]:
+    monitor = Silent()
+    saver = Saver(kept, ALONE, monitor)  # type: ignore[arg-type]
+    saver.begin(FakeEngine(), Progress(step=step, sample=4 * step), Origin(1, 1, "fp32", "f00"))  # type: ignore[arg-type]
+    return saver, monitor
+
+
+def save(kept: Checkpoints, step: int) -> tuple[Saver, Silent]:
+    saver, monitor = begin(kept, step)
+    saver.wait()
+    return saver, monitor
 
 
 @pytest.fixture
@@ -57,8 +85,9 @@ def test_a_tag_holds_what_was_saved(three: Checkpoints):
     assert three.find("auto") == "step_00000030"
     progress, origin = three.read("step_00000020")
     assert (progress.step, progress.sample, origin.tokenizer) == (20, 80, "f00")
-    weights = load_file(newest_weights(three.folder.parent))
-    assert weights["a"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    folder = newest_weights(three.folder.parent)
+    assert load_weights(folder)["a"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert load_file(folder / OPTIMIZER)["a.exp_avg"].equal(torch.ones(250, 250))
 
 
 def test_empty_files_after_a_power_cut_are_passed_over(
@@ -71,28 +100,28 @@ def test_empty_files_after_a_power_cut_are_passed_over(
     assert three.find("auto") == "step_00000020"
     said = capsys.readouterr().out
     assert "step_00000030 is damaged (manifest.json is unreadable): going back to step_00000020" in said
-    assert newest_weights(three.folder.parent).parent.name == "step_00000020"
+    assert newest_weights(three.folder.parent).name == "step_00000020"
 
 
 def test_one_missing_shard_is_found_whatever_latest_says(
     three: Checkpoints, capsys: pytest.CaptureFixture[str]
 ):
-    """T007: 'latest' is padded with rubbish and one rank's optimizer file is missing."""
+    """T007: 'latest' is padded with rubbish and one optimizer file is missing."""
     (three.folder / "latest").write_bytes(b"step_30\n\0")
-    (three.folder / "step_00000030" / "zero_pp_rank_1_optim_states.pt").unlink()
+    (three.folder / "step_00000030" / OPTIMIZER).unlink()
     assert three.find("auto") == "step_00000020"
-    assert "zero_pp_rank_1_optim_states.pt is missing" in capsys.readouterr().out
+    assert "optimizer.safetensors is missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: path.write_bytes(b"\1" * 999), "has 999 bytes instead of 1000"),
-        (lambda path: path.write_bytes(b"\0" * 1000), "has other contents than were written"),
+        (lambda path: path.write_bytes(path.read_bytes()[:999]), "has 999 bytes instead of 250"),
+        (lambda path: path.write_bytes(b"\0" * path.stat().st_size), "has other contents than were written"),
     ],
 )
 def test_a_shortened_or_changed_file_is_found(three: Checkpoints, damage, words: str):
-    damage(three.folder / "step_00000030" / "zero_pp_rank_1_optim_states.pt")
+    damage(three.folder / "step_00000030" / OPTIMIZER)
     assert three.find("auto") == "step_00000020"
     with pytest.raises(TrainError, match=words):
         three.find("step_00000030")
@@ -150,28 +179,104 @@ def test_going_back_sets_newer_tags_aside_until_training_has_passed_them(three: 
     assert not list(three.folder.glob("*.aside"))
 
 
-def test_a_full_disk_leaves_the_older_tags_as_they_were(three: Checkpoints):
-    full = FakeEngine(OSError(28, "No space left on device"))
-    with pytest.raises(
-        TrainError,
-        match=r"step_00000040: No space left on device; the newest good checkpoint is step_00000030",
-    ):
-        save(three, 40, full)
+def test_a_full_disk_leaves_the_older_tags_as_they_were(three: Checkpoints, monkeypatch: pytest.MonkeyPatch):
+    """Training is not told by an exception, but by words and a number."""
+    true_write = statefiles.write
+
+    def write(path: Path, *rest: Any) -> tuple[int, str]:
+        true_write(path, *rest)
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(statefiles, "write", write)
+    saver, monitor = save(three, 40)
+    assert re.search(
+        r"step_00000040: No space left .*; the newest good checkpoint is step_00000030; training goes on",
+        monitor.said[0],
+    )
+    assert (saver.saved_step, saver.begun_step, monitor.values["checkpoint/failures"]) == (-1, 40, 1)
     assert not list(three.folder.glob("*40*"))
     assert three.find("auto") == "step_00000030"
+    monkeypatch.undo()
+    assert save(three, 50)[0].saved_step == 50
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    with pytest.raises(
-        TrainError, match=r"could not write checkpoint .*step_00000010.* no earlier checkpoint"
-    ):
-        save(checkpoints(tmp_path / "checkpoints"), 10)
+    _, monitor = save(checkpoints(tmp_path / "checkpoints"), 10)
+    assert re.search(r"could not write checkpoint .*step_00000010.* no earlier checkpoint", monitor.said[0])
+
+
+def test_training_goes_on_while_a_slow_disk_is_written(three: Checkpoints, monkeypatch: pytest.MonkeyPatch):
+    """The next save waits for a while, then it is left out; the one on its way is not harmed."""
+    release, true_write = threading.Event(), statefiles.write
+
+    def write(*args: Any) -> tuple[int, str]:
+        release.wait(30)
+        return true_write(*args)
+
+    monkeypatch.setattr(statefiles, "write", write)
+    monkeypatch.setattr("hybrid.train.saving.PATIENCE", 0.05)
+    saver, monitor = begin(three, 40)
+    saver.advance()
+    assert monitor.values["checkpoint/stall_seconds"] < 1
+    assert tags_in(three.folder)[-1] == "step_00000030"
+    saver.begin(FakeEngine(), Progress(step=50), Origin(1, 1, "fp32", "f00"))  # type: ignore[arg-type]
+    assert "step 50 is left out: that of step 40 is still being written" in monitor.said[0]
+    release.set()
+    saver.wait()
+    assert (saver.saved_step, tags_in(three.folder)[-1]) == (40, "step_00000040")
+
+
+def test_a_copy_is_kept_in_a_second_folder(tmp_path: Path):
+    kept = checkpoints(tmp_path / "a", keep_last=2, copy=tmp_path / "b")
+    for step in (1, 2, 3):
+        save(kept, step)
+    assert tags_in(tmp_path / "b") == ["step_00000002", "step_00000003"]
+    for path in (tmp_path / "a" / "step_00000003").iterdir():
+        assert (tmp_path / "b" / "step_00000003" / path.name).read_bytes() == path.read_bytes()
+    shutil.rmtree(tmp_path / "a")
+    for resume in ("auto", "never"):
+        with pytest.raises(TrainError, match=r"no checkpoint in .*a\. .*b has copies \(step_00000002, "):
+            kept.find(resume)
+    shutil.copytree(tmp_path / "b", tmp_path / "a")
+    assert kept.find("auto") == "step_00000003"
+
+
+def test_a_copy_that_fails_costs_nothing_else(tmp_path: Path):
+    (tmp_path / "b").write_text("a file where the folder should be")
+    saver, monitor = save(checkpoints(tmp_path / "a", copy=tmp_path / "b"), 1)
+    assert saver.saved_step == 1
+    assert "could not copy checkpoint step_00000001" in monitor.said[0]
+
+
+def test_files_beyond_a_size_are_cut_at_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As other programs cut them: numbered, with an index of the weights."""
+    monkeypatch.setattr(statefiles, "FILE_BYTES", 32)
+    files = statefiles.layout({"a": (4,), "b": (3,), "c": (2, 3)}, ["exp_avg", "step"])
+    assert [[entry.name for entry in file.entries] for file in files] == [
+        ["a", "b"], ["c"], ["a.exp_avg", "a.step", "b.exp_avg"], ["b.step", "c.exp_avg", "c.step"],
+    ]  # fmt: skip
+    for number, file in enumerate(files):
+        numbers = torch.arange(file.elements, dtype=torch.float32) + 100 * number
+        statefiles.write(tmp_path / file.name, file.header(), [numbers], lambda: None)
+    index = statefiles.index(files)
+    assert index is not None
+    assert index["weight_map"] == {name: files[name == "c"].name for name in "abc"}
+    assert [path.name for path in sorted(tmp_path.glob("m*"))] == [
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+    ]  # fmt: skip
+    found = load_weights(newest_weights(tmp_path))
+    assert found["c"].tolist() == [[100.0, 101.0, 102.0], [103.0, 104.0, 105.0]]
+    reader = statefiles.Reader(tmp_path)
+    assert reader.keys == ["exp_avg", "step"]
+    assert (reader.state("b", "step").item(), reader.state("b", "exp_avg").tolist()) == (300, [205, 206, 207])
+    with pytest.raises(TrainError, match=r"holds no d\.exp_avg"):
+        reader.state("d", "exp_avg")
 
 
 def test_weights_lie_in_a_folder_of_their_own_too(three: Checkpoints, tmp_path: Path):
-    shutil.copy(newest_weights(three.folder.parent), tmp_path / "model.safetensors")
-    assert newest_weights(tmp_path) == tmp_path / "model.safetensors"
+    shutil.copy(newest_weights(three.folder.parent) / WEIGHTS, tmp_path)
+    assert newest_weights(tmp_path) == tmp_path
 
 
 def test_the_manifest_lists_every_other_file(three: Checkpoints):
@@ -191,14 +296,14 @@ def test_a_manifest_that_says_nothing_is_damage(
     (three.folder / "step_00000030" / "manifest.json").write_text(manifest)
     assert three.find("auto") == "step_00000020"
     assert "step_00000030 is damaged (manifest.json" in capsys.readouterr().out
-    assert newest_weights(three.folder.parent).parent.name == "step_00000020"
+    assert newest_weights(three.folder.parent).name == "step_00000020"
     assert "step_00000030 is damaged (manifest.json" in capsys.readouterr().err
 
 
 def test_changed_weights_are_not_taken(three: Checkpoints, capsys: pytest.CaptureFixture[str]):
     path = three.folder / "step_00000030" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert newest_weights(three.folder.parent).parent.name == "step_00000020"
+    assert newest_weights(three.folder.parent).name == "step_00000020"
     assert "model.safetensors has other contents than were written): taking step_00000020" in (
         capsys.readouterr().err
     )

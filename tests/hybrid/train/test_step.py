@@ -17,7 +17,7 @@ from hybrid.train import distributed, optimizer, step
 from hybrid.train.engine import Engine
 from hybrid.train.signals import Signals
 
-from .tiny import fingerprint, patched
+from .tiny import fingerprint, patched, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -108,7 +108,7 @@ def in_ranks(
             hook.remove()
         found["steps"].append((done.loss, done.update.norm, done.update.clip_factor, done.update.skipped))
         found["hashes"].append(fingerprint(engine))
-    found["weights"] = engine.weights()
+    found["weights"] = weights(engine)
     engine.close()
     return found
 

@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid.runs import load_run
-from hybrid.train.checkpoint import newest_weights, tags_in
 from hybrid.train.distributed import TrainError
+from hybrid.train.errors import STOPPED_EXIT_CODE
 from hybrid.train.monitor import read_metrics
-from hybrid.train.signals import STOPPED_EXIT_CODE, Signals
+from hybrid.train.signals import Signals
+from hybrid.train.tags import newest_weights, tags_in
 
 from . import tiny
 
@@ -170,33 +171,44 @@ def recorded(path: Path, output: Path) -> list[str]:
 
 
 def test_every_shared_file_has_one_writer(two_ranks, tiny_recipe: Path, tmp_path: Path):
-    """T009: the second rank writes its log and its part of the optimizer, nothing else."""
+    """T009: the second rank writes its log and its share of the files, nothing else."""
     main, other = two_ranks.run(recorded, tiny_recipe, tmp_path)
-    assert {Path(name).name for name in other} <= {"rank_1.log", "zero_pp_rank_1_mp_rank_00_optim_states.pt"}
-    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in {Path(name).name for name in other}
+    assert {Path(name).name for name in other} <= {"rank_1.log", "optimizer.safetensors"}
+    assert "optimizer.safetensors" in {Path(name).name for name in other}
     assert {"metrics.jsonl", "recipe.tmp.yaml", "latest.tmp"} <= {Path(name).name for name in main}
 
 
-def full_disk(path: Path, output: Path) -> Any:
-    """Rank 1's disk is full from the second checkpoint on."""
-    from hybrid.train.shards import ShardFiles
+def full_disk(path: Path, output: Path, **overrides: Any) -> Any:
+    """Rank 1's disk is full when the second checkpoint is written."""
+    from hybrid.train import statefiles
 
-    true_write, written = ShardFiles._write, []
+    true_write, written = statefiles.write, []
 
-    def write(state: Any, name: str) -> None:
-        written.append(name)
-        if os.environ["RANK"] == "1" and len(written) > 1:
-            raise OSError(28, "No space left on device", name)
-        true_write(state, name)
+    def write(file: Path, *rest: Any) -> tuple[int, str]:
+        written.append(file)
+        if os.environ["RANK"] == "1" and len(written) == 2:
+            raise OSError(28, "No space left on device", str(file))
+        return true_write(file, *rest)
 
-    with tiny.patched(ShardFiles, "_write", staticmethod(write)):
-        return tiny.run(path, output, train__checkpoint_every=2)
+    with tiny.patched(statefiles, "write", write):
+        return tiny.run(path, output, train__checkpoint_every=2, **overrides)
 
 
-def test_a_full_disk_on_one_rank_stops_all(two_ranks, tiny_recipe: Path, tmp_path: Path):
+def test_a_full_disk_does_not_stop_training(two_ranks, tiny_recipe: Path, tmp_path: Path):
+    """The old checkpoint is kept, and the next one is written when there is room again."""
+    found = two_ranks.run(full_disk, tiny_recipe, tmp_path, train__steps=6)
+    assert [summary.steps for summary in found] == [6, 6]
+    assert tags_in(tmp_path / "checkpoints") == ["step_00000002", "step_00000006"]
+    values = [line for line in read_metrics(tmp_path) if "checkpoint/failures" in line]
+    assert [(line["step"], line["checkpoint/failures"]) for line in values] == [(4, 1)]
+    stalls = [line["step"] for line in read_metrics(tmp_path) if "checkpoint/stall_seconds" in line]
+    assert stalls == [2, 4, 6]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(two_ranks, tiny_recipe: Path, tmp_path: Path):
     main, other = two_ranks.run(full_disk, tiny_recipe, tmp_path)
     assert main[0] == "TrainError"
-    assert "No space left on device" in main[1]
+    assert "rank 1 of 2: No space left on device" in main[1]
     assert "the newest good checkpoint is step_00000002" in main[1]
     assert other == ("SystemExit", "2")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000002"]
@@ -250,26 +262,6 @@ def test_batches_that_do_not_divide_are_refused_at_once(two_ranks, tiny_recipe: 
     assert not (tmp_path / "b").exists()
 
 
-def test_another_number_of_processes_is_refused_or_goes_on(rank_pools, tiny_recipe: Path, tmp_path: Path):
-    """ZeRO keeps a part of the optimizer in every process; at stage 0 each has all."""
-    for stage in (0, 1):
-        settings = {"parallel__zero_stage": stage, "train__steps": 2}
-        rank_pools(2).run(tiny.run, tiny_recipe, tmp_path / str(stage), **settings)
-    (refused,) = rank_pools(1).run(
-        tiny.run, tiny_recipe, tmp_path / "1", parallel__zero_stage=1, train__steps=4
-    )
-    assert refused[0] == "TrainError"
-    assert "written by 2 processes and this run has 1" in refused[1]
-    assert "train.init_from" in refused[1]
-    (gone_on,) = rank_pools(1).run(
-        tiny.run, tiny_recipe, tmp_path / "0", parallel__zero_stage=0, train__steps=4
-    )
-    assert gone_on.steps == 4
-    rank_pools(1).run(tiny.run, tiny_recipe, tmp_path / "all", parallel__zero_stage=0, train__steps=4)
-    checksums = [tiny.series(tmp_path / name, "data/checksum") for name in ("0", "all")]
-    assert checksums[0] == checksums[1]
-
-
 def test_a_recipe_may_change_in_harmless_keys_only(rank_pools, tiny_recipe: Path, tmp_path: Path):
     one = rank_pools(1)
     one.run(tiny.run, tiny_recipe, tmp_path, train__steps=1)
@@ -306,7 +298,7 @@ def test_weights_alone_start_another_run(rank_pools, tiny_recipe: Path, tmp_path
         model__layers__W__window=12,
     )  # fmt: skip
     assert wider.steps == 4
-    weights = load_file(newest_weights(tmp_path / "source"))
+    weights = load_file(newest_weights(tmp_path / "source") / "model.safetensors")
     weights["surplus"] = weights.pop("norm.weight")
     (tmp_path / "broken").mkdir()
     save_file(weights, tmp_path / "broken" / "model.safetensors")

@@ -87,6 +87,28 @@ def series(output: Path, *names: str) -> list[tuple[float, ...]]:
     ]
 
 
+def weights(engine: Any) -> dict[str, Any]:
+    """All fp32 weights, by DeepSpeed's own means."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found = {}
+    for name, parameter in engine.model.named_parameters():
+        full = parameter if engine.stage == 0 else safe_get_full_fp32_param(parameter)
+        found[name] = full.detach().float().clone()
+    return found
+
+
+def moments(engine: Any, key: str) -> dict[str, Any]:
+    """One entry of the optimizer's state of all parameters, by DeepSpeed's own means."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    if engine.stage == 0:
+        state = engine.deepspeed.optimizer.state
+        return {name: state[parameter][key].clone() for name, parameter in engine.model.named_parameters()}
+    named = engine.model.named_parameters()
+    return {name: safe_get_full_optimizer_state(parameter, key).clone() for name, parameter in named}
+
+
 def fingerprint(engine: Any) -> str:
     """Hash of all weights as this rank has them."""
     import deepspeed

@@ -1,0 +1,91 @@
+"""Ranks as processes of their own that can be killed, started in a moment: forked from a server that has
+imported everything already."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["pytest", "hybrid.train.loop", "deepspeed", "grain", __name__])
+
+
+class Ranks:
+    """The processes of one run."""
+
+    def __init__(self, arguments: list[str], size: int, log: Path) -> None:
+        self.log = log
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.processes = []
+        for rank in range(size):
+            environment = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+            }  # fmt: skip
+            process = _forks.Process(target=_train, args=(arguments, environment, str(log)), daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    def signal(self, rank: int, number: int) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def wait_for_steps(self, output: Path, count: int, seconds: float = 60) -> bool:
+        """Until the run has logged `count` lines; whether it has, before a process ended."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and all(process.is_alive() for process in self.processes):
+            with contextlib.suppress(OSError):
+                if (output / "metrics.jsonl").read_bytes().count(b"\n") >= count:
+                    return True
+            time.sleep(0.005)
+        return False
+
+    def exit_codes(self, seconds: float, ranks: list[int] | None = None) -> list[int | None]:
+        """Of the processes, or of some, when they have ended; AssertionError when they do not in time."""
+        chosen = [self.processes[rank] for rank in ranks or range(len(self.processes))]
+        end = time.monotonic() + seconds
+        for process in chosen:
+            wait([process.sentinel], max(0.0, end - time.monotonic()))
+            assert not process.is_alive(), f"a process did not end in {seconds} s:\n{self.said()}"
+            process.join()
+        return [process.exitcode for process in chosen]
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.is_file() else ""
+
+
+@contextlib.contextmanager
+def started(recipe: Path, output: Path, size: int, log: Path, **overrides: Any) -> Iterator[Ranks]:
+    """`hybrid train` in `size` processes, which end with the block."""
+    texts = [f"{name.replace('__', '.')}={value}" for name, value in overrides.items()]
+    ranks = Ranks([str(recipe), f"train.output={output}", *texts], size, log)
+    try:
+        yield ranks
+    finally:
+        for rank, process in enumerate(ranks.processes):
+            ranks.signal(rank, signal.SIGKILL)
+            process.join()
+
+
+def _train(arguments: list[str], environment: dict[str, str], log: str) -> None:
+    os.environ.update(environment)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    from hybrid.cli import main
+
+    sys.exit(main(["train", *arguments]))

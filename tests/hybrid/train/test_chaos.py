@@ -1,0 +1,205 @@
+"""Random misfortune: whatever happens, a run ends within a minute and says why, and going on from what is
+left gives the series of a run that was left alone. `make test` has a few trials, `make chaos` all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid.train.errors import LOST_EXIT_CODE, STOPPED_EXIT_CODE
+from hybrid.train.tags import tags_in
+
+from . import tiny
+from .processes import Ranks, started
+
+pytestmark = pytest.mark.ranks
+
+TRIALS, QUICK_TRIALS = 56, 8
+STEPS, MINUTE, HANG_TIMEOUT = 40, 60, 20
+SETTINGS = {"train__steps": STEPS, "train__checkpoint_every": 5, "train__keep_last": 2}
+LOST = r"lost the connection to another process"
+
+
+class Trial:
+    """One run of two ranks, and a source of chance."""
+
+    def __init__(self, seed: int, recipe: Path, folder: Path) -> None:
+        self.chance = random.Random(seed)
+        self.recipe, self.folder, self.output = recipe, folder, folder / "run"
+        self.stage = self.chance.choice((1, 3))
+
+    def start(self, **changes: Any) -> contextlib.AbstractContextManager[Ranks]:
+        settings = {**SETTINGS, "parallel__zero_stage": self.stage, "train__hang_timeout": HANG_TIMEOUT}
+        return started(self.recipe, self.output, 2, self.folder / "log", **settings | changes)
+
+    def wait(self, ranks: Ranks, least: int = 1) -> None:
+        """Until some step after the first checkpoint, and a moment longer."""
+        assert ranks.wait_for_steps(self.output, self.chance.randint(max(least, 7), STEPS - 12)), ranks.said()
+        time.sleep(self.chance.random() * 0.05)
+
+
+def killed(trial: Trial) -> None:
+    """One rank, which has no chance to say anything: the other does."""
+    with trial.start() as ranks:
+        trial.wait(ranks)
+        victim = trial.chance.randrange(2)
+        ranks.signal(victim, signal.SIGKILL)
+        assert ranks.exit_codes(MINUTE, [1 - victim]) == [LOST_EXIT_CODE]
+    assert re.search(LOST, ranks.said())
+
+
+def asked_to_stop(trial: Trial) -> None:
+    with trial.start() as ranks:
+        trial.wait(ranks)
+        ranks.signal(trial.chance.randrange(2), signal.SIGTERM)
+        assert ranks.exit_codes(MINUTE) == [STOPPED_EXIT_CODE] * 2
+    assert re.search(r"stopped by SIGTERM after step \d+", ranks.said())
+
+
+def stopped_in_its_tracks(trial: Trial) -> None:
+    """SIGSTOP: the process is there, its connections too, but nothing comes."""
+    with trial.start() as ranks:
+        trial.wait(ranks)
+        victim = trial.chance.randrange(2)
+        begin = time.monotonic()
+        ranks.signal(victim, signal.SIGSTOP)
+        assert ranks.exit_codes(MINUTE, [1 - victim]) == [LOST_EXIT_CODE]
+        assert time.monotonic() - begin < HANG_TIMEOUT
+    said = ranks.said()
+    assert f"rank {1 - victim} of 2 ends, as the run hangs: rank {victim} is silent" in said
+    assert re.search(r"Thread 0x\w+ .*\n  File ", said)
+
+
+def power_cut(trial: Trial) -> None:
+    """All at once, and the newest tag's files are not what they were."""
+    with trial.start() as ranks:
+        trial.wait(ranks, 20)
+        for rank in range(2):
+            ranks.signal(rank, signal.SIGKILL)
+        ranks.exit_codes(MINUTE)
+    folder = trial.output / "checkpoints"
+    assert len(tags_in(folder)) > 1
+    damage(trial.chance, folder / tags_in(folder)[-1])
+    (folder / "latest").unlink()
+
+
+def damage(chance: random.Random, tag: Path) -> None:
+    files = sorted(tag.iterdir())
+    for path in chance.sample(files, chance.randint(1, len(files))):
+        content = path.read_bytes()
+        kind = chance.randrange(4)
+        if kind == 0:
+            path.unlink()
+        elif kind == 1:
+            path.write_bytes(b"")
+        elif kind == 2:
+            path.write_bytes(content[: chance.randrange(len(content))])
+        else:
+            at = chance.randrange(len(content))
+            path.write_bytes(content[:at] + bytes([content[at] ^ 255]) + content[at + 1 :])
+
+
+def cut_during_a_save(trial: Trial) -> None:
+    """As soon as an unfinished tag is seen."""
+    folder = trial.output / "checkpoints"
+    with trial.start(train__checkpoint_every=2) as ranks:
+        trial.wait(ranks)
+        end = time.monotonic() + MINUTE
+        while not list(folder.glob("*.partial")) and time.monotonic() < end:
+            pass
+        for rank in trial.chance.choice(([0], [1], [0, 1])):
+            ranks.signal(rank, signal.SIGKILL)
+        ranks.exit_codes(MINUTE)
+
+
+def disk_fills(trial: Trial) -> None:
+    """Training goes on without new checkpoints; the last one cannot be written, which is an error."""
+    trial.output.mkdir()
+    with small_disk(trial.output):
+        with trial.start() as ranks:
+            trial.wait(ranks)
+            with contextlib.suppress(OSError), open(trial.output / "filler", "wb", buffering=0) as file:
+                while True:
+                    file.write(b"x" * 4096)
+            assert ranks.exit_codes(MINUTE) == [2, 2]
+        said = ranks.said()
+        assert re.search(r"could not write checkpoint .*No space left on device", said)
+        assert "the newest good checkpoint is step_" in said
+        assert f"step {STEPS}/{STEPS}" in said
+        (trial.output / "filler").unlink()
+        kept = trial.folder / "kept"
+        shutil.copytree(trial.output, kept)
+    trial.output.rmdir()
+    kept.rename(trial.output)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk that fills needs root and the right to mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def goes_elsewhere(trial: Trial) -> None:
+    """One rank dies, and the other goes on alone for a while, at another stage."""
+    killed(trial)
+    with started(
+        trial.recipe, trial.output, 1, trial.folder / "log",
+        **SETTINGS | {"parallel__zero_stage": 0, "train__hang_timeout": HANG_TIMEOUT},
+    ) as alone:  # fmt: skip
+        trial.wait(alone, 32)
+        alone.signal(0, signal.SIGTERM)
+        assert alone.exit_codes(MINUTE) == [STOPPED_EXIT_CODE]
+
+
+KINDS: list[Callable[[Trial], None]] = [
+    killed, stopped_in_its_tracks, asked_to_stop, power_cut, cut_during_a_save, disk_fills, goes_elsewhere,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def left_alone(rank_pools, tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The series of a run at a ZeRO stage to which nothing happens."""
+    found: dict[int, list[tuple[float, ...]]] = {}
+
+    def series(stage: int) -> list[tuple[float, ...]]:
+        if stage not in found:
+            output = tmp_path_factory.mktemp("alone")
+            rank_pools(2).run(tiny.run, tiny_recipe, output, parallel__zero_stage=stage, **SETTINGS)
+            found[stage] = tiny.series(output)
+        return found[stage]
+
+    return series
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(s, marks=[pytest.mark.chaos] if s >= QUICK_TRIALS else []) for s in range(TRIALS)],
+)
+def test_it_ends_with_a_message_and_goes_on(left_alone: Any, tiny_recipe: Path, tmp_path: Path, seed: int):
+    trial, happens = Trial(seed, tiny_recipe, tmp_path), KINDS[seed % len(KINDS)]
+    wanted = left_alone(trial.stage)
+    happens(trial)
+    with trial.start() as ranks:
+        assert ranks.exit_codes(MINUTE) == [0, 0], ranks.said()
+    found = tiny.series(trial.output)
+    if happens is not goes_elsewhere:
+        assert found == wanted
+        return
+    assert [(line[0], line[-1]) for line in found] == [(line[0], line[-1]) for line in wanted]
+    assert [line[1] for line in found] == pytest.approx([line[1] for line in wanted], abs=1e-5)
