@@ -4,6 +4,7 @@ imported everything already."""
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -44,7 +45,7 @@ class Ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
-    def wait_for_steps(self, output: Path, count: int, seconds: float = 60) -> bool:
+    def wait_for_steps(self, output: Path, count: int, seconds: float = 180) -> bool:
         """Until the run has logged `count` lines; whether it has, before a process ended."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and all(process.is_alive() for process in self.processes):
@@ -60,7 +61,10 @@ class Ranks:
         end = time.monotonic() + seconds
         for process in chosen:
             wait([process.sentinel], max(0.0, end - time.monotonic()))
-            assert not process.is_alive(), f"a process did not end in {seconds} s:\n{self.said()}"
+            if process.is_alive():
+                self.signal(self.processes.index(process), signal.SIGUSR2)
+                time.sleep(1)
+                raise AssertionError(f"a process did not end in {seconds} s:\n{self.said()}")
             process.join()
         return [process.exitcode for process in chosen]
 
@@ -86,6 +90,7 @@ def _train(arguments: list[str], environment: dict[str, str], log: str) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    faulthandler.register(signal.SIGUSR2, file=2)
     from hybrid.cli import main
 
     sys.exit(main(["train", *arguments]))
