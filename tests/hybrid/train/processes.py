@@ -46,11 +46,11 @@ class Ranks:
             os.kill(pid, number)
 
     def wait_for_steps(self, output: Path, count: int, seconds: float = 180) -> bool:
-        """Until the run has logged `count` lines; whether it has, before a process ended."""
+        """Until the run has logged `count` steps; whether it has, before a process ended."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and all(process.is_alive() for process in self.processes):
             with contextlib.suppress(OSError):
-                if (output / "metrics.jsonl").read_bytes().count(b"\n") >= count:
+                if (output / "metrics.jsonl").read_bytes().count(b"train/loss_largest") >= count:
                     return True
             time.sleep(0.005)
         return False
