@@ -60,13 +60,15 @@ class _Seen:
     """When it last said anything."""
     moved: float
     """When its beats were last seen to have grown."""
+    looks: int = 0
+    """Times it was asked since, without news: a process that cannot ask does not take others for silent."""
     beats: int = -1
     doing: str = "starting"
     patient: bool = False
     done: bool = False
 
     def update(self, now: float, beats: int, doing: str, patient: bool) -> None:
-        self.heard = now
+        self.heard, self.looks = now, 0
         if beats != self.beats:
             self.moved = now
         self.beats, self.doing, self.patient = beats, doing, patient
@@ -93,10 +95,10 @@ class _Board:
 
     def pause(self, seconds: float) -> None:
         """Do not count a time in which this process, or the machine, did not run."""
-        self.store_answered += seconds
+        now = time.monotonic()
+        self.store_answered = min(now, self.store_answered + seconds)
         for rank in self.seen.values():
-            rank.heard += seconds
-            rank.moved += seconds
+            rank.heard, rank.moved = min(now, rank.heard + seconds), min(now, rank.moved + seconds)
 
 
 class _Talker(threading.Thread):
@@ -144,6 +146,7 @@ class _Talker(threading.Thread):
 
     def _read(self, rank: int, text: bytes) -> None:
         if text == self._last.get(rank):
+            self._board.seen[rank].looks += 1
             return
         self._last[rank] = text
         _, beats, doing, patient, done = json.loads(text)
@@ -181,8 +184,7 @@ class _Judge(threading.Thread):
         if board.world.store is not None and now - board.store_answered > board.limit:
             silent = [0]  # keeps the store
         else:
-            others = board.seen.items()
-            silent = [r for r, seen in others if r != me and not seen.done and now - seen.heard > board.limit]
+            silent = [rank for rank, seen in board.seen.items() if rank != me and self._is_silent(seen, now)]
         if silent and me not in silent:
             return f"{_ranks(silent)} silent for {board.limit:.0f} s: stopped, killed, or cut off"
         ranks = [mine, *(seen for rank, seen in board.seen.items() if rank != me and not seen.done)]
@@ -191,6 +193,9 @@ class _Judge(threading.Thread):
         least = min(seen.beats for seen in ranks)
         slowest = [rank for rank, seen in board.seen.items() if not seen.done and seen.beats == least]
         return f"nobody made progress for {board.limit:.0f} s, {_ranks(slowest)} least far"
+
+    def _is_silent(self, seen: _Seen, now: float) -> bool:
+        return not seen.done and seen.looks > LOOKS // 4 and now - seen.heard > self._board.limit
 
     def _end(self, now: float) -> None:
         board, world = self._board, self._board.world

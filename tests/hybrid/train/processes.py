@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["pytest", "hybrid.train.loop", "deepspeed", "grain", __name__])
+_forks.set_forkserver_preload(
+    ["pytest", "hybrid.train.loop", "deepspeed.runtime.zero.muon.muon_optimizer", "grain", __name__]
+)
 
 
 class Ranks:
