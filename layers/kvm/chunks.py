@@ -408,7 +408,8 @@ def _slots_backward(
     grad, out, lse = joint
     earlier = [slots.advance(new, at) for _, new, at, _ in entering]
     slots.read_all(entering[0].step.sequences, entering[-1].step.after)
-    found = []
+    d_added = Sums(*(_empty_rows(field) for field in zip(*(new for _, new, _, _ in entering), strict=True)))
+    end = len(d_added.keys)
     for step, _, at, readers in reversed(entering):
         if readers is not None:
             own = back[readers]
@@ -417,11 +418,17 @@ def _slots_backward(
             share, *shares = kernels.backward(plan.kernel, *whole, Mask.FULL, plan.scale)
             d_queries.of_back(readers, share)
             d_slots.add(*shares)
-        found.append(d_slots.take_back(at, slots.held(at)))
+        start = end - len(at.tokens)
+        d_slots.take_back(at, slots.held(at), Sums(*(x[start:end] for x in d_added)))
         slots.restore(at, earlier.pop())
-    tokens = (torch.cat(field[::-1]) for field in zip(*found, strict=True))
+        end = start
     shape = (-1, plan.spec.chunk, slots.keys.shape[1])
-    return Sums(*(t.unflatten(0, shape).transpose(1, 2) for t in tokens))
+    return Sums(*(x.unflatten(0, shape).transpose(1, 2) for x in d_added))
+
+
+def _empty_rows(updates: Sequence[Tensor]) -> Tensor:
+    """Rows for what tokens `[n, G, C, ...]` of several updates added."""
+    return updates[0].new_empty(sum(x[..., 0].numel() for x in updates), updates[0].shape[-1])
 
 
 def _contributions_backward(group: Group, added: Sums, leaves: list[Any], slopes: Sums, d: _Operands) -> None:

@@ -40,30 +40,39 @@ def contributions(
     spec: KVMSpec,
 ) -> Sums:
     """What every token adds to its slot (spec sections 3 and 4); `keys` are prepared keys."""
+    values_RGCD = values_RGCD.to(keys_RGCD.dtype)
     initial = steps[0].sequences if steps[0].number == 0 else 0
+    append = any(step.number and step.after > step.before for step in steps)
+    if initial in (0, len(keys_RGCD)):
+        return _added(keys_RGCD, values_RGCD, gate_RGC, founds_RGC, initial == 0, append, spec)
     parts = []
-    for rows, number in ((slice(0, initial), 0), (slice(initial, None), 1)):
-        keys, values, own = keys_RGCD[rows], values_RGCD[rows].to(keys_RGCD.dtype), founds_RGC[rows]
-        if not len(keys):
-            continue
+    for rows, later in ((slice(0, initial), False), (slice(initial, None), True)):
         gate = None if gate_RGC is None else gate_RGC[rows]
-        gated_keys = _times(keys, key_weight(spec, number, own, gate))
-        gated_values = _times(values, value_weight(spec, number, own, gate))
-        if spec.values == "radius" and number and not _append(steps):
-            radius = torch.zeros_like(values[..., :1])  # as below, in no time
-        elif spec.values == "radius":
-            # Merges leave the radius alone. The initial state's is that of the ungated value.
-            length = torch.linalg.vector_norm(gated_values if number else values, dim=-1, keepdim=True)
-            radius = length * own[..., None]
-        else:
-            radius = torch.ones_like(values[..., :1])
-        parts.append(Sums(gated_keys, gated_values, radius))
-    return parts[0] if len(parts) == 1 else Sums(*(torch.cat(x) for x in zip(*parts, strict=True)))
+        parts.append(_added(keys_RGCD[rows], values_RGCD[rows], gate, founds_RGC[rows], later, append, spec))
+    return Sums(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
 
-def _append(steps: Sequence[Update]) -> bool:
-    """Whether any but update 0 makes new slots."""
-    return any(step.number and step.after > step.before for step in steps)
+def _added(
+    keys: Tensor,
+    values: Tensor,
+    gate: Tensor | None,
+    founds: Tensor,
+    later: bool,
+    append: bool,
+    spec: KVMSpec,
+) -> Sums:
+    """Of tokens that all enter by update 0, or `later` (where some may `append`)."""
+    gated_keys = _times(keys, key_weight(spec, int(later), founds, gate))
+    gated_values = _times(values, value_weight(spec, int(later), founds, gate))
+    if spec.values != "radius":
+        radius = torch.ones_like(values[..., :1])
+    elif later and not append:
+        radius = torch.zeros_like(values[..., :1])
+    else:
+        # Merges leave the radius alone. The initial state's is that of the ungated value.
+        length = torch.linalg.vector_norm(gated_values if later else values, dim=-1, keepdim=True)
+        radius = length * founds[..., None]
+    return Sums(gated_keys, gated_values, radius)
 
 
 def _times(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -93,6 +102,13 @@ class Places(NamedTuple):
     def take(self, x: Tensor) -> Tensor:
         """What may change, of `[N, G, S, ...]`: a view, or rows, of which some may be the same slot's."""
         return x[self.box] if self.dense else _flat(x).index_select(0, self.tokens)
+
+    def clear(self, x: Tensor) -> None:
+        """Set it to 0."""
+        if self.dense:
+            x[self.box] = 0
+        else:
+            _flat(x).index_fill_(0, self.tokens, 0)
 
     def put(self, x: Tensor, new: Tensor) -> None:
         """Set what `take` took."""
@@ -233,10 +249,10 @@ class SlotGradients:
         for own, share in zip((self.keys, self.values), (keys, values), strict=True):
             own[: len(share), :, : share.shape[1]] += share.transpose(1, 2)
 
-    def take_back(self, at: Places, now: Sums) -> Sums:
-        """Gradients `[n * C * G, ...]` of what an update's tokens added; `now`: the sums it may have changed.
+    def take_back(self, at: Places, now: Sums, out: Sums) -> None:
+        """Write gradients of what an update's tokens added to `out`, rows in the order `[n, C, G]`.
 
-        The read form's gradients are then those of the form before the update.
+        `now`: the sums it may have changed. The read form's gradients are then those of the form before.
         """
         slopes = [at.take(x) for x in (self.keys, self.values)]
         if not at.dense:
@@ -248,9 +264,10 @@ class SlotGradients:
                 sums[at.box] += share
             else:
                 _flat(sums).index_add_(0, at.tokens, share)
-        for x, slope in zip((self.keys, self.values), slopes, strict=True):
-            at.put(x, torch.zeros_like(slope))
-        return Sums(*(_flat(x).index_select(0, at.of(field)) for field, x in enumerate(self.sums)))
+        for x in (self.keys, self.values):
+            at.clear(x)
+        for field, (sums, own) in enumerate(zip(self.sums, out, strict=True)):
+            torch.index_select(_flat(sums), 0, at.of(field), out=own)
 
     def first(self, like: Sums) -> Sums:
         """Gradients of the sums before the first update, `like`, all updates being taken back."""

@@ -85,10 +85,12 @@ def test_gradients_equal_those_through_every_state(case):
     earlier = [slots.advance(*pair) for pair in zip(new, at, strict=True)]
     slots.read_all(N, 8)
     gradients, found = SlotGradients(slots, last, d_norm), []
-    for place, own, old in zip(reversed(at), reversed(weights), reversed(earlier), strict=True):
+    for place, own, old, new in zip(*map(reversed, (at, weights, earlier, added)), strict=True):
         gradients.add(*(w.transpose(1, 2) for w in own))
-        found.append(gradients.take_back(place, slots.held(place)))
+        out = Sums(*(torch.empty(x[..., 0].numel(), x.shape[-1], dtype=x.dtype) for x in new))
+        gradients.take_back(place, slots.held(place), out)
         slots.restore(place, old)
+        found.append(out)
     tokens = [
         x.unflatten(0, (step.sequences, C, G)).transpose(1, 2)
         for step, sums in zip(STEPS, reversed(found), strict=True)
