@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..layers.kvm import chunks
+from ..layers.kvm import chunks, operands, walk, walk_backward
 from ..layers.kvm.slots import Slots
 from ..layers.softmax import joined, kernels
 from ..layers.softmax.kernels import Mask
@@ -39,10 +39,10 @@ def kvm_steps(run: Callable[[], Any], device: torch.device | str = "cpu") -> dic
     with (
         steps.watching(
             (chunks, "decide", "route"),
-            (chunks, "contributions", "accumulate and read"),
+            (operands, "contributions", "accumulate and read"),
             (Slots, "update", "accumulate and read"),
-            (chunks, "_slots_backward", TAKE_BACK),
-            (chunks, "_group_backward", "gather gradients"),
+            (walk_backward, "slots_backward", TAKE_BACK),
+            (walk, "group_backward", "gather gradients"),
             (joined.Joint, "add", join),
             (kernels, "forward", attend("forward")),
             (kernels, "backward", attend("backward")),

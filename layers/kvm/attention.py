@@ -3,9 +3,11 @@
 The four steps and where they are:
 
 - `routing.route` decides which slot takes each token that leaves the window;
-- `slots.Slots.update` adds the tokens up, chunk after chunk;
+- `slots.Slots.update` accumulates: it adds a chunk's tokens to their slots;
 - `slots.read` turns the sums into keys and values;
-- `attend`, here, is one softmax of every chunk's queries over [its slots | its window].
+- `attend`, here, is one softmax of a chunk's queries over [its slots | its window].
+
+Calls of many chunks take them through `chunks` (all are routed first) and `walk` (the other three, in order).
 
 Shapes: B sequences, T tokens, H query heads, G key/value heads, D head size, R grid rows, C tokens of a
 chunk, S slots.

@@ -1,0 +1,109 @@
+"""Steps 2 to 4 of KVM attention, group of chunks by group of chunks (see `groups`).
+
+A group's queries attend to their windows all at once. Then its chunks enter the slots one by one (see
+`slots`), and after each the queries that read the slots as they are attend to them. The backward walks the
+groups in reverse: it makes a group's updates again and takes them back one by one. So beside the inputs, the
+outputs and their gradients nothing as long as the sequence is ever made or kept.
+
+Shapes: R grid rows of queries, or rows entering the state (ordered by update, then by sequence), C tokens of
+a chunk, H query heads, G key/value heads, S slots, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..softmax import Part
+from ..softmax.joined import Joint
+from .operands import Operands, Plan, group_contributions, group_updates
+from .slots import SlotGradients, Sums
+from .walk_backward import contributions_backward, empty_gradients, group_backward
+
+
+class Walk(torch.autograd.Function):
+    """Steps 2 to 4, with the backward of the whole."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, slot: Tensor, founds: Tensor, *tensors: Any
+    ) -> tuple[Tensor | None, ...]:
+        """`tensors`: operands, and base sums (or None).
+
+        Returns heads `[R, C, H, D]`, log-sum-exp `[R, H, C]` over the window (where statistics are wanted)
+        and over all keys, and the slots after the last update.
+        """
+        x, before = Operands(*tensors[:8]), optional_sums(tensors[8:])
+        rows, chunk, heads, _ = x.q.shape
+        y = x.q.new_empty(x.q.shape)
+        lse = x.weight.new_empty(rows, heads, chunk)
+        window = torch.empty_like(lse) if plan.statistics else None
+        slots = plan.slots(x)
+        if before is not None:
+            slots.start(before, plan.size)
+            slots.read_all(*before.keys.shape[:3:2])
+        kept: list[Tensor] = []
+        for group in plan.groups:
+            if plan.differentiable:
+                kept += slots.copy(group.steps[0].sequences, group.steps[0].before)
+            front, back = x.queries(group).scaled()
+            joint = Joint(front)
+            k, v = x.k[group.keys], x.v[group.keys]
+            joint.add(plan.kernel, [front], [k], [v], group.window, plan.scale)
+            if window is not None:
+                window[group.queries] = joint.lse
+            added = group_contributions(plan, group, founds, *x.entering(group))
+            for step, new, at, readers in group_updates(plan, group, added, slot):
+                slots.update(new, at)
+                if readers is not None:
+                    keys, values = slots.readable(readers.stop - readers.start, step.after)
+                    joint.add(plan.kernel, [back], [keys], [values], [Part(readers)], plan.scale)
+            y[group.queries], lse[group.queries] = joint.result()
+        ctx.save_for_backward(slot, founds, y, lse, *x, *kept)
+        ctx.plan, ctx.has_base = plan, before is not None
+        ctx.mark_non_differentiable(lse, *([] if window is None else [window]))
+        ctx.set_materialize_grads(False)
+        last = plan.groups[-1].steps[-1].sequences
+        return y, window, lse, *(x[:last] for x in slots.sums)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, _window: Any, _lse: Any, *grad_last: Any) -> tuple[Any, ...]:
+        plan: Plan = ctx.plan
+        slot, founds, y, lse, *more = ctx.saved_tensors
+        x, kept = Operands(*more[:8]), list(more[8:])
+        if grad is None:
+            grad = torch.zeros_like(y)
+        d = empty_gradients(x)
+        slots = plan.slots(x)
+        d_slots = SlotGradients(slots, optional_sums(grad_last), d.norm)
+        before = None
+        for group in reversed(plan.groups):
+            before = Sums(*kept[-3:])
+            del kept[-3:]
+            slots.start(before, group.steps[-1].after)
+            with torch.enable_grad():
+                leaves: list[Any] = [
+                    t if t is None else t.detach().requires_grad_() for t in x.entering(group)
+                ]
+                added = group_contributions(plan, group, founds, *leaves)
+            entering = group_updates(plan, group, Sums(*(s.detach() for s in added)), slot)
+            joint = grad[group.queries], y[group.queries], lse[group.queries]
+            d_added = group_backward(plan, group, entering, x, d, joint, slots, d_slots)
+            contributions_backward(group, added, leaves, d_added, d)
+        base = d_slots.first(before) if ctx.has_base and before else (None, None, None)
+        found = (
+            None if t is None or like is None else t.to(like.dtype) for t, like in zip(d, x, strict=True)
+        )
+        return None, None, None, *found, *base
+
+
+def optional_sums(tensors: Sequence[Tensor | None]) -> Sums | None:
+    """None where there is nothing at all."""
+    present = [x for x in tensors if x is not None]
+    assert len(present) in (0, 3)
+    return Sums(*present) if present else None

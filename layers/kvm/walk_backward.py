@@ -1,0 +1,155 @@
+"""The walk backwards through one group of chunks.
+
+Shapes: R grid rows of queries, or rows entering the state (ordered by update, then by sequence), C tokens of
+a chunk, H query heads, G key/value heads, S slots, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..softmax import ALL, kernels
+from ..softmax.joined import Gradient, Rows
+from ..softmax.kernels import Mask
+from .groups import Group
+from .operands import Entering, Operands, Plan
+from .slots import SlotGradients, Slots, Sums
+
+
+def empty_gradients(x: Operands) -> Operands:
+    """Gradients to be filled: of the queries by writing, of all others by adding, in at least fp32."""
+
+    def zeros(like: Tensor | None) -> Any:
+        return None if like is None else torch.zeros(like.shape, dtype=x.weight.dtype, device=like.device)
+
+    return Operands(x.q.new_empty(x.q.shape), *(zeros(like) for like in x[1:]))
+
+
+class _QueryGradient:
+    """The gradient of a group's queries, gathered from their versions for window keys and for slots."""
+
+    def __init__(self, x: Operands, d: Operands, group: Group) -> None:
+        self.queries, self.rows, self.d = x.queries(group), group.queries, d
+        self.total: Tensor | None = None
+
+    def of_front(self, rows: Rows, share: Tensor) -> None:
+        """Take in `[rows, C, H, D]` of the queries for window keys; the first share is of all queries."""
+        self._take(rows, share, self.queries.front, self.d.front)
+
+    def of_back(self, rows: Rows, share: Tensor) -> None:
+        """Take in `[rows, C, H, D]` of the queries for slots."""
+        self._take(rows, share, self.queries.back, self.d.back)
+
+    def _take(self, rows: Rows, share: Tensor, scale: Tensor | None, d_scale: Tensor | None) -> None:
+        share = share.to(self.d.weight.dtype)
+        if scale is not None:
+            assert d_scale is not None
+            d_scale += (share * self.queries.q[rows]).sum((0, 1, 3))[:, None]
+            share *= scale
+        if self.total is None:
+            self.total = share
+        else:
+            add_rows(self.total, rows, share)
+
+    def finish(self) -> None:
+        assert self.total is not None
+        self.d.q[self.rows] = self.total.to(self.d.q.dtype)
+
+
+def group_backward(
+    plan: Plan,
+    group: Group,
+    entering: list[Entering],
+    x: Operands,
+    d: Operands,
+    joint: tuple[Tensor, Tensor, Tensor],
+    slots: Slots,
+    d_slots: SlotGradients,
+) -> Sums:
+    """Gradients of what a group's tokens added, `[R, G, C, ...]`; adds those of its queries and windows.
+
+    `slots` and `d_slots` come as they are before the group and after it, and leave as before it.
+    """
+    grad, out, lse = joint
+    d_queries = _QueryGradient(x, d, group)
+    front, back = d_queries.queries.scaled()
+    k, v = x.k[group.keys], x.v[group.keys]
+    inside = isinstance(group.keys, slice)
+    d_k, d_v = (Gradient(t, total[group.keys] if inside else None) for t, total in ((k, d.k), (v, d.v)))
+    for part in group.window:
+        rows = part.q_rows
+        own = grad[rows], front[rows], k[part.k_rows], v[part.k_rows], out[rows], lse[rows]
+        share, *shares = kernels.backward(plan.kernel, *own, part.mask, plan.scale)
+        d_queries.of_front(rows, share)
+        for total, other in zip((d_k, d_v), shares, strict=True):
+            total.add(part.k_rows, ALL, other)
+    if not inside:
+        add_rows(d.k, group.keys, d_k.total)
+        add_rows(d.v, group.keys, d_v.total)
+    d_added = slots_backward(plan, entering, joint, back, d_queries, slots, d_slots)
+    d_queries.finish()
+    return d_added
+
+
+def slots_backward(
+    plan: Plan,
+    entering: list[Entering],
+    joint: tuple[Tensor, Tensor, Tensor],
+    back: Tensor,
+    d_queries: _QueryGradient,
+    slots: Slots,
+    d_slots: SlotGradients,
+) -> Sums:
+    """Make the updates and take them back one by one; adds to the gradient of the queries."""
+    grad, out, lse = joint
+    earlier = [slots.advance(new, at) for _, new, at, _ in entering]
+    slots.read_all(entering[0].step.sequences, entering[-1].step.after)
+    d_added = Sums(*(_empty_rows(field) for field in zip(*(new for _, new, _, _ in entering), strict=True)))
+    end = len(d_added.keys)
+    for step, _, at, readers in reversed(entering):
+        if readers is not None:
+            own = back[readers]
+            keys, values = slots.readable(len(own), step.after)
+            whole = (grad[readers], own, keys, values, out[readers], lse[readers])
+            share, *shares = kernels.backward(plan.kernel, *whole, Mask.FULL, plan.scale)
+            d_queries.of_back(readers, share)
+            d_slots.add(*shares)
+        start = end - len(at.tokens)
+        d_slots.take_back(at, slots.held(at), Sums(*(x[start:end] for x in d_added)))
+        slots.restore(at, earlier.pop())
+        end = start
+    shape = (-1, plan.spec.chunk, slots.keys.shape[1])
+    return Sums(*(x.unflatten(0, shape).transpose(1, 2) for x in d_added))
+
+
+def _empty_rows(updates: Sequence[Tensor]) -> Tensor:
+    """Rows for what tokens `[n, G, C, ...]` of several updates added."""
+    return updates[0].new_empty(sum(x[..., 0].numel() for x in updates), updates[0].shape[-1])
+
+
+def contributions_backward(group: Group, added: Sums, leaves: list[Any], slopes: Sums, d: Operands) -> None:
+    """Add the share of what entered the state."""
+    sums, slopes_of = zip(
+        *((s, t) for s, t in zip(added, slopes, strict=True) if s.requires_grad), strict=True
+    )
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    found = iter(torch.autograd.grad(sums, wanted, slopes_of, allow_unused=True))
+    shares: list[Any] = [None if leaf is None else next(found) for leaf in leaves]
+    for total, share in zip((d.k, d.v, d.gate), shares, strict=False):
+        if share is not None:
+            add_rows(total, group.entering, share)
+    d.weight.add_(shares[3])
+    d.bias.add_(shares[4])
+
+
+def add_rows(total: Tensor | None, rows: Rows, share: Tensor | None) -> None:
+    assert total is not None
+    assert share is not None
+    if isinstance(rows, slice):
+        total[rows] += share
+    else:
+        total.index_add_(0, rows, share.to(total.dtype))
