@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from .mini import borders, ids, mini
 
 T = 96
 ROWS: list[tuple[int, ...]] = [(), (23, 2, 50, 21), (48, 48)]
+
+LETTERS = "KFWBQRGDM"
+DRAWN = ["".join(random.Random(seed).choices(LETTERS, k=5)) for seed in range(4)]
 
 Result = tuple[float, int, dict[str, Tensor]]
 
@@ -49,7 +53,14 @@ def on_rank(pattern: str, again: bool) -> list[Result]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("pattern", "size", "again"), [("RGDM", 2, False), ("MRDGR", 4, True)])
+@pytest.mark.parametrize(
+    ("pattern", "size", "again"),
+    [
+        ("RGDM", 2, False),
+        ("MRDGR", 4, True),
+        *((drawn, 2 + 2 * (i % 2), i > 1) for i, drawn in enumerate(DRAWN)),
+    ],
+)
 def test_loss_and_gradients_are_those_of_one_process(rank_pools: Any, pattern: str, size: int, again: bool):
     """Also where blocks run again for the backward pass, and with a rank that has nothing counted."""
     model, ranks = model_of(pattern, False), rank_pools(size).run(on_rank, pattern, again)

@@ -64,9 +64,12 @@ def on_rank(case: Case, layouts: list[tuple[int, ...]]) -> list[tuple[Tensor, di
         x.requires_grad_(), embedding.requires_grad_()
         y, none = mixer(x, Context.of(x, want_state=False, cut=cut, embedding=embedding))
         assert none is None
-        sent = sum(cut.sent.values())
+        sent = cut.sent.total()
         found = weighted(mixer, x, embedding, weight, y)
-        results.append((y.detach(), found, sent, sum(cut.sent.values())))
+        results.append((y.detach(), found, sent, cut.sent.total()))
+        with torch.no_grad():
+            again, _ = mixer(x, Context.of(x, want_state=False, cut=cut, embedding=embedding))
+        torch.testing.assert_close(again, y, atol=1e-6, rtol=0)
     return results
 
 
@@ -108,8 +111,10 @@ def test_a_cut_sequence_gives_the_same_outputs_and_gradients(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["rwkv7", "gated_deltanet", "kimi_delta", "mamba2"])
-def test_in_fp32(four_ranks: Any, kind: str):
-    check(four_ranks, (kind, {}, torch.float32), [LAYOUTS[0], LAYOUTS[5]], 1e-4)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)], ids=str)
+def test_in_lower_precision(four_ranks: Any, kind: str, dtype: torch.dtype, tolerance: float):
+    """bf16 sends its bf16 tokens, and its states in fp32."""
+    check(four_ranks, (kind, {}, dtype), [LAYOUTS[0], LAYOUTS[5]], tolerance)
 
 
 @pytest.mark.ranks
