@@ -386,15 +386,19 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _declare_bench(parser: Parser) -> None:
     parser.add_argument(
         "what",
-        metavar="kvm|mixers|model",
-        choices=("kvm", "mixers", "model"),
-        help="the KVM operator's numbers to reach; every kind of layer; or a recipe's whole model",
+        metavar="kvm|mixers|model|scale",
+        choices=("kvm", "mixers", "model", "scale"),
+        help="the KVM operator's numbers to reach; every kind of layer; a recipe's whole model; or processes",
     )
     parser.add_argument("arguments", metavar="RECIPE key=value", nargs="*", help="for model, as in `train`")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: seconds, to see that it runs")
     parser.add_argument("--output", metavar="DIR", help="keep JSON and plots there")
     parser.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="one part of kvm, or one kind of mixers"
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="one part of kvm or scale, or one kind of mixers",
     )
     parser.add_argument("--threads", type=_count, metavar="N", help="default: one per core")
 
@@ -456,7 +460,7 @@ COMMANDS = {
         _verify,
     ),
     "bench": Command(
-        "Measure this machine: the KVM operator, every layer, or a recipe's model.",
+        "Measure this machine: the KVM operator, every layer, a recipe's model, or processes.",
         "hybrid bench kvm --output benchmarks/results",
         _declare_bench,
         _bench,

@@ -1,4 +1,4 @@
-"""Measurements: `hybrid bench kvm`, `hybrid bench mixers`, `hybrid bench model RECIPE`."""
+"""Measurements: `hybrid bench kvm`, `mixers`, `scale`, and `hybrid bench model RECIPE`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ def run(
         from .mixers import bench_mixers
 
         return bench_mixers(output, list(only), quick)
+    if what == "scale":
+        from .scale import bench_scale
+
+        return bench_scale(output, list(only), quick)
     from ..recipe import load
     from .model import bench_model
 

@@ -81,6 +81,7 @@ def test_a_model_is_timed_by_part(tmp_path, capsys):
         (["kvm", "debug"], "bench kvm takes no 'debug'"),
         (["model", "debug", "--quick"], "takes neither --quick nor --only"),
         (["kvm", "--only", "speed"], "bench kvm has no part 'speed'; its parts: training"),
+        (["scale", "--only", "speed"], "bench scale has no part 'speed'; its parts: processes"),
         (["mixers", "--only", "lstm"], "there is no kind of layer 'lstm'"),
     ],
 )

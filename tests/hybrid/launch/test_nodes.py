@@ -98,7 +98,7 @@ def test_three_hosts(rank_pools, tiny_recipe, tmp_path):
 def test_a_lost_host_ends_the_job_on_all_and_another_host_goes_on(
     fault, lost, launcher, tiny_recipe, tmp_path
 ):
-    settings = ["train.batch_size=6", "train.checkpoint_every=5", "parallel.zero_stage=0"]
+    settings = ["train.batch_size=6", "train.checkpoint_every=5"]
     with network(3) as net:
         job = Job(net, tiny_recipe, tmp_path, *settings, steps=100_000)
         with job.running([0, 1, 2], "--launcher", launcher) as processes:

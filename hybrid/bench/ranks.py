@@ -1,0 +1,69 @@
+"""Groups of processes that wait for functions to measure together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, Self
+
+from ..train.launcher import free_port
+from .report import BenchError
+
+
+class Ranks:
+    """`size` processes of one CPU thread each, joined as those of a run are; a context manager."""
+
+    def __init__(self, size: int) -> None:
+        context, port = multiprocessing.get_context("spawn"), free_port()
+        self._processes, self._pipes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """An importable function's results on every rank, in rank order; BenchError when one fails."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                good, value = pipe.recv()
+            except EOFError:
+                good, value = False, "it ended"
+            if not good:
+                raise BenchError(f"rank {rank} of {len(self._pipes)}: {value}")
+            answers.append(value)
+        return answers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu",
+    )  # fmt: skip
+    warnings.simplefilter("ignore")
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, function(*arguments))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)

@@ -1,0 +1,33 @@
+"""`hybrid bench scale` at tiny sizes: every number comes out."""
+
+import json
+
+import pytest
+
+from hybrid.bench.ranks import Ranks
+from hybrid.bench.report import BenchError
+from hybrid.cli import main
+
+
+@pytest.mark.launcher
+def test_every_row_is_printed_and_kept(tmp_path, capsys):
+    assert main(["bench", "scale", "--quick", "--output", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "scale.json").read_text())
+    assert {name: len(section["rows"]) for name, section in found.items()} == {"processes": 1, "loop": 3}
+    assert set(found["processes"]["seconds"]) == {"ZeRO 1", "ZeRO 2", "ZeRO 3"}
+    seconds = found["loop"]["seconds"]
+    assert 0 < seconds["engine"] < seconds["step"]
+    assert seconds["stall"] > 0
+    printed = capsys.readouterr().out
+    assert "A step of 2 x 64 tokens" in printed
+    for section in found.values():
+        for row in section["rows"]:
+            assert row["work"] in printed
+    assert "the targets do not apply" in printed
+
+
+def test_a_rank_that_fails_is_told():
+    with Ranks(1) as one:
+        assert one.call(divmod, 7, 2) == [(3, 1)]
+        with pytest.raises(BenchError, match=r"rank 0 of 1: (?s:.*)ZeroDivisionError"):
+            one.call(divmod, 7, 0)
