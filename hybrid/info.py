@@ -11,7 +11,7 @@ from .memory import memory_estimate
 from .pattern import compress
 from .recipe import Geometry, batch_geometry
 from .schema import Recipe
-from .traffic import zero_exchanges
+from .traffic import LayerTraffic, sequence_traffic, zero_exchanges
 
 if TYPE_CHECKING:
     from .layer_table import LayerSpec
@@ -149,7 +149,29 @@ def communication(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
     rows = [["collective", "tensors", "sent"]]
     rows += [[one.what, size(one.payload), size(one.sent)] for one in found]
     rows.append(["all", "", size(sum(one.sent for one in found))])
-    return title + "\n" + columns(rows, left={0})
+    text = title + "\n" + columns(rows, left={0})
+    return text if recipe.parallel.sequence == 1 else f"{text}\n\n{_between_chunks(model, recipe, geometry)}"
+
+
+def _between_chunks(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+    ranks = recipe.parallel.sequence
+    letters: dict[str, list[LayerTraffic]] = {}
+    kinds = {spec.letter: spec.kind for spec in model.layers}
+    layers = sequence_traffic(model, recipe, geometry)
+    for spec, traffic in zip(model.layers, layers, strict=True):
+        letters.setdefault(spec.letter, []).append(traffic)
+    rows = [["letter", "kind", "count", "a layer's forward pass", "a layer's step", "all layers' step"]]
+    for letter, found in letters.items():
+        numbers = found[0].forward, found[0].step, sum(traffic.step for traffic in found)
+        rows.append([letter, kinds[letter], str(len(found)), *(f"{number:,} B" for number in numbers)])
+    total = sum(traffic.step for traffic in layers)
+    rows.append(["total", "", str(len(layers)), "", "", f"{total:,} B"])
+    passes = "forward twice" if recipe.train.activation_checkpointing else "forward"
+    title = (
+        f"Sent for the cut by the {ranks} ranks that share a sequence, all together (a step: {passes} and "
+        f"backward, {_count(geometry.accumulation, 'micro-batch', 'es')})"
+    )
+    return title + "\n" + columns(rows, left={0, 1})
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -216,6 +216,20 @@ class LayerTable:
                     *("layers", letter),
                 )
 
+    def cut_problems(self, size: int, tokens: int) -> list[str]:
+        """Why sequences of `tokens` cannot be cut over `size` ranks, by letter; the table has no faults."""
+        from .layers import registry
+        from .layers.base import LayerError, Site
+
+        found = []
+        for letter in dict.fromkeys(self.letters):
+            site = Site(self.model.hidden_size, self.letters.index(letter), len(self.letters))
+            try:
+                registry.mixer_class(self.kinds[letter]).check_cut(self.options[letter], site, size, tokens)
+            except LayerError as error:
+                found.append(f"{size} ranks per sequence: {error}")
+        return found
+
 
 def option_types(options: type) -> dict[str, Any]:
     """Option name -> declared type."""

@@ -102,8 +102,11 @@ def check(recipe: Recipe, world_size: int | None = None) -> None:
     found: list[str] = []
     for problem in recipe_check.problems(recipe, set(), world_size):
         found.append(f"{dotted(problem.key)}: {problem.words}")
-    for key, words in LayerTable(recipe.model).problems:
+    table = LayerTable(recipe.model)
+    for key, words in table.problems:
         found.append(f"{dotted(('model', *key))}: {words}")
+    if not found:
+        found += [f"{dotted(_CUT)}: {words}" for words in _cut_problems(recipe, table)]
     if found:
         raise RecipeError(found)
 
@@ -214,6 +217,9 @@ class _Loading:
         for key, words in table.problems:
             self._problem(("model", *key), words)
         if not table.problems:
+            if not self.faulty & {_CUT, ("data", "context")}:
+                for words in _cut_problems(recipe, table):
+                    self._problem(_CUT, words)
             self._refuse_idle_defaults(table)
             model.layers = table.complete()
             model.defaults = {}
@@ -226,6 +232,20 @@ class _Loading:
             if key[:2] == ("model", "defaults") and len(key) == 3 and key[2] not in table.used_defaults:
                 letters = ", ".join(f"model.layers.{letter}.{key[2]}" for letter in sorted(table.options))
                 self._problem(key, f"has no effect, as no layer leaves this option open; set it in {letters}")
+
+
+_CUT: Key = ("parallel", "sequence")
+
+
+def _cut_problems(recipe: Recipe, table: LayerTable) -> list[str]:
+    """What forbids to cut the recipe's sequences over so many ranks."""
+    ranks, tokens = recipe.parallel.sequence, recipe.data.context
+    if ranks < 2 or tokens < 1:
+        return []
+    found = table.cut_problems(ranks, tokens)
+    if tokens % ranks and not found:
+        found = [f"{tokens} tokens (data.context) / {ranks} ranks per sequence does not divide"]
+    return found
 
 
 def _overlay(tree: Tree, above: Tree) -> None:

@@ -175,11 +175,9 @@ def _agreements(recipe: Recipe) -> Iterator[Problem]:
             "bf16 needs parallel.zero_stage 1 or higher: at stage 0 DeepSpeed's bf16 optimizer takes a step "
             "with zero gradients at the start, and the result is wrong",
         )
-    if recipe.parallel.sequence > 1:
-        words = (
-            f"is {recipe.parallel.sequence}: cutting sequences over ranks is not available in this version"
-        )
-        yield Problem(("parallel", "sequence"), words)
+    if recipe.parallel.sequence > 1 and recipe.data.order == "document":
+        words = "document reads pieces of unequal length, which parallel.sequence above 1 cannot cut equally"
+        yield Problem(("data", "order"), words)
     if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
         yield Problem(("optimizer", "betas"), f"is {optimizer.betas}; allowed: two numbers from 0 to below 1")
     if schedule.decay_steps is not None and schedule.shape != "constant":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .memory import LARGEST_GATHERED
 from .recipe import Geometry
@@ -48,3 +48,24 @@ def zero_exchanges(model: HybridLM, recipe: Recipe, geometry: Geometry, stage: i
         Exchange("all-gather weights for every micro-batch", micro_batches * size * (1 + again), 1, ranks),
         Exchange("reduce-scatter gradients of every micro-batch", micro_batches * size, 1, ranks),
     ]
+
+
+class LayerTraffic(NamedTuple):
+    """Bytes that one layer makes a group of ranks send, all of them together."""
+
+    forward: int
+    """In one forward pass of a micro-batch."""
+    step: int
+    """In one optimizer step: forward and backward passes of all micro-batches."""
+
+
+def sequence_traffic(model: HybridLM, recipe: Recipe, geometry: Geometry) -> list[LayerTraffic]:
+    """Of every layer, exactly. A backward pass sends as much as a forward one, and activation checkpointing
+    repeats that."""
+    size, context = recipe.parallel.sequence, recipe.data.context
+    packed = recipe.data.boundaries == "respect"
+    rows, tokens = (1, geometry.micro_batch * context) if packed else (geometry.micro_batch, context)
+    element = 2 if recipe.train.precision == "bf16" else 4
+    passes = 3 if recipe.train.activation_checkpointing else 2
+    forward = model.cut_bytes(rows, tokens, size, element) if size > 1 else [0] * len(model.layers)
+    return [LayerTraffic(count, count * passes * geometry.accumulation) for count in forward]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from .operands import QUICK, Sizes
 from .runs import Run, full_training, kvm_training, prefill_run
+from .timing import seconds
 
 
 def peak_bytes(work: str, what: str, tokens: int, quick: bool) -> int:
@@ -33,10 +34,14 @@ def peak_bytes(work: str, what: str, tokens: int, quick: bool) -> int:
 def measure(make: Callable[[int], Run], tokens: int, small: int) -> int:
     """Of `make(tokens)`, in this process."""
     make(small)()
-    run = make(tokens)
+    return measure_once(make(tokens))[1]
+
+
+def measure_once(run: Run) -> tuple[float, int]:
+    """Seconds of a run, and bytes at its peak above what this process held before."""
     base = _reset()
-    run()
-    return max(0, _peak() - base)
+    taken = seconds(run)
+    return taken, max(0, _peak() - base)
 
 
 def _status(field: str) -> int | None:

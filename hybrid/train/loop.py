@@ -7,7 +7,7 @@ import copy
 import hashlib
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ from .lifeline import lifeline
 from .pace import Pace
 from .run_directory import RunDirectory
 from .saving import Saver
+from .sequence import SequenceRanks
 from .signals import Signals
 from .step import Step
 from .tags import Origin, Progress
@@ -164,9 +165,12 @@ class _Run:
         stack.callback(self.engine.close)
         self.saver = Saver(self.checkpoints, world, self.monitor)
         stack.callback(self.saver.close)
+        self.sharing = SequenceRanks.join(world, recipe.parallel.sequence)
+        stack.callback(self.sharing.leave)
         self.loader = Loader(
-            recipe.data, seed=recipe.train.seed, sequences=self.geometry.micro_batch, rank=world.rank,
-            world=world.size, start_sample=self.progress.sample, lanes=recipe.train.batch_size,
+            recipe.data, seed=recipe.train.seed, sequences=self.geometry.micro_batch,
+            rank=world.rank // self.sharing.size, world=self.geometry.data_parallel,
+            start_sample=self.progress.sample, lanes=recipe.train.batch_size,
         )  # fmt: skip
         self.held_out = ValidationSet(
             recipe.data,
@@ -246,8 +250,9 @@ class _Run:
         fraction = schedule.rate_fraction(progress.step, recipe.train.steps, recipe.schedule)
         rate = self.engine.set_rates(fraction)
         done = step.take(
-            self.engine, self.world, batches, self.signals, z_loss=recipe.train.z_loss, waited=waited
-        )
+            self.engine, self.world, batches, self.signals, z_loss=recipe.train.z_loss, waited=waited,
+            sharing=self.sharing,
+        )  # fmt: skip
         progress.step += 1
         progress.sample += recipe.train.batch_size
         progress.tokens += done.tokens
@@ -307,14 +312,15 @@ class _Run:
     def _statistics(self, batch: Batch) -> dict[str, float]:
         """The mixers' own numbers on the first window of a batch, by a forward pass of its own: means over
         the ranks."""
-        length, device = self.recipe.data.context, self.world.device
-        borders = batch.cu_seqlens
+        length, borders = self.recipe.data.context, batch.cu_seqlens
         if borders is not None:
             borders = borders[borders <= length]
-            length, borders = int(borders[-1]), borders.to(device)
+            length = int(borders[-1])
+        ids = batch.ids[:1, :length]
+        piece = self.sharing.piece(replace(batch, ids=ids, labels=ids, cu_seqlens=borders))
+        piece = piece.to(self.world.device)
         found: dict[str, Tensor] = {}
-        ids = batch.ids[:1, :length].to(device)
-        self.engine.model(ids, cu_seqlens=borders, want_state=False, statistics=found, labels=ids)
+        self.engine.model(piece.ids, statistics=found, **piece.arguments())
         ranks = self.world.gather({name: float(value) for name, value in found.items()})
         return {f"layers/{name}": sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
 

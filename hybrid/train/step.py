@@ -14,6 +14,7 @@ from hybrid.loss import IGNORE
 
 from .distributed import World
 from .engine import Engine, Update
+from .sequence import Piece, SequenceRanks
 from .signals import Signals
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Step:
     """A rank was asked to save and stop."""
     save: bool
     batches: list[Batch]
-    """This rank's."""
+    """This rank's; whole, also where it has a chunk of them."""
 
 
 def take(
@@ -54,6 +55,7 @@ def take(
     *,
     z_loss: float = 0.0,
     waited: float = 0.0,
+    sharing: SequenceRanks | None = None,
 ) -> Step:
     """Forward and backward over this rank's micro-batches, and the update.
 
@@ -65,14 +67,18 @@ def take(
         batches: one a micro-batch.
         z_loss: weight of the mean of logsumexp(logits)^2 in the objective.
         waited: seconds this rank waited for the batches.
+        sharing: the ranks that read the same batches, each to train on its chunk of them.
     """
-    counted = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
-    seen = sum(batch.ids.numel() for batch in batches)
+    sharing = sharing or SequenceRanks()
+    pieces = [sharing.piece(batch) for batch in batches]
+    counted = sum(int((piece.labels != IGNORE).sum()) for piece in pieces)
+    seen = sum(piece.ids.numel() for piece in pieces)
     facts = world.gather_numbers([counted, seen, signals.stop, signals.save])
     signals.save = False
     total = max(1.0, float(facts[:, 0].sum()))
+    checksum = sum(map(checksum_of, batches)) % 2**32 if sharing.main else 0
     ranks, update = _forward_backward(
-        engine, world, batches, world.size * len(batches) / total, z_loss, waited
+        engine, world, pieces, world.size * len(batches) / total, z_loss, (float(checksum), waited)
     )
     losses = ranks[:, 0]
     return Step(
@@ -91,28 +97,29 @@ def take(
 
 
 def _forward_backward(
-    engine: Engine, world: World, batches: list[Batch], weight: float, z_loss: float, waited: float
+    engine: Engine,
+    world: World,
+    pieces: list[Piece],
+    weight: float,
+    z_loss: float,
+    facts: tuple[float, ...],
 ) -> tuple[Tensor, Update]:
-    """Every rank's `[sum of losses, sum of squared logsumexp, checksum, seconds waited]`, and the update."""
+    """Every rank's `[sum of losses, sum of squared logsumexp, *facts]`, and the update."""
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-    checksum = 0
-    for batch in batches[:-1]:
-        engine.backward(_objective(engine, world, batch, z_loss, sums) * weight)
-        checksum += checksum_of(batch)
-    last = _objective(engine, world, batches[-1], z_loss, sums)
-    checksum += checksum_of(batches[-1])
-    ranks = world.gather_numbers([*sums.tolist(), float(checksum % 2**32), waited])
+    for piece in pieces[:-1]:
+        engine.backward(_objective(engine, world, piece, z_loss, sums) * weight)
+    last = _objective(engine, world, pieces[-1], z_loss, sums)
+    ranks = world.gather_numbers([*sums.tolist(), *facts])
     finite = bool(ranks[:, 0].isfinite().all())
     update = engine.backward(last * weight, poisoned=not finite)
     assert update is not None, "the engine accumulates another number of micro-batches"
     return ranks, update
 
 
-def _objective(engine: Engine, world: World, batch: Batch, z_loss: float, sums: Tensor) -> Tensor:
+def _objective(engine: Engine, world: World, piece: Piece, z_loss: float, sums: Tensor) -> Tensor:
     """The micro-batch's sum to differentiate; adds to the running sums of loss and z."""
-    borders = None if batch.cu_seqlens is None else batch.cu_seqlens.to(world.device)
-    ids, labels = batch.ids.to(world.device), batch.labels.to(world.device)
-    out = engine.forward(ids, cu_seqlens=borders, labels=labels, z_loss=z_loss, want_state=False)
+    piece = piece.to(world.device)
+    out = engine.forward(piece.ids, z_loss=z_loss, **piece.arguments())
     sums += torch.stack([out.total.detach(), out.z_total.detach()])
     return out.total + z_loss * out.z_total if z_loss else out.total
 

@@ -84,6 +84,21 @@ def test_the_report_shows_these_numbers(small):
     assert any(line.startswith("1,024 x 50 steps = 51,200 tokens") for line in lines)
 
 
+@pytest.mark.parametrize(("boundaries", "rows"), [("respect", 1), ("cross", 2)])
+def test_what_ranks_that_share_a_sequence_send(small, boundaries, rows):
+    """By hand: per token the other rank's head of q, k, v and of the output, and a token of shift a row."""
+    small.parallel.sequence, small.data.boundaries, small.model.ffn_token_shift = 2, boundaries, True
+    shift, heads = rows * 64 * 4, 2 * 128 * 4 * 32 * 4
+    lines = [" ".join(line.split()) for line in describe(small, 2).splitlines()]
+    layer, step = shift + heads, 2 * 4 * (shift + heads)  # forward and backward, 4 micro-batches
+    assert f"W sliding_window 2 {layer:,} B {step:,} B {2 * step:,} B" in lines
+    assert f"F full 1 {layer:,} B {step:,} B {step:,} B" in lines
+    small.train.activation_checkpointing = True
+    assert f"total 3 {3 * 3 * 4 * layer:,} B" in [
+        " ".join(line.split()) for line in describe(small, 2).splitlines()
+    ]
+
+
 def test_an_open_vocabulary_is_taken_from_the_data_and_said_to_be(small):
     small.model.vocab_size, small.data.vocab_size = None, 1000
     text = describe(small)

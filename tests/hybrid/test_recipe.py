@@ -63,6 +63,10 @@ class Slots(Mixer):
     def value_width(cls, options, site):
         return options.num_heads
 
+    @classmethod
+    def check_cut(cls, options, site, size, tokens):
+        pass
+
 
 class Wide(Mixer):
     kind = "full"
@@ -74,6 +78,11 @@ class Wide(Mixer):
             raise LayerError(
                 f"hidden_size {site.hidden_size} is no multiple of num_heads {options.num_heads}"
             )
+
+    @classmethod
+    def check_cut(cls, options, site, size, tokens):
+        if options.num_heads % size:
+            raise LayerError(f"layer {site.layer} has {options.num_heads} heads for {tokens} tokens")
 
 
 @pytest.fixture(autouse=True)
@@ -386,7 +395,17 @@ def test_problems_name_the_file_that_has_the_last_word(write, base):
             "needs parallel.zero_stage 1 or higher",
         ),
         (["parallel.zero_stage=4"], "parallel.zero_stage", "allowed: 0, 1, 2, 3"),
-        (["parallel.sequence=2"], "parallel.sequence", "not available in this version"),
+        (
+            ["parallel.sequence=3", "data.context=130"],
+            "parallel.sequence",
+            "3 ranks per sequence: layer 2 has 4 heads for 130 tokens",
+        ),
+        (
+            ["parallel.sequence=4", "data.context=130"],
+            "parallel.sequence",
+            "130 tokens (data.context) / 4 ranks per sequence does not divide",
+        ),
+        (["parallel.sequence=2", "data.order=document"], "data.order", "pieces of unequal length"),
         (["model.norm=batchnorm"], "model.norm", "allowed: layernorm, rmsnorm"),
         (["data.sources.code.format=csv"], "data.sources.code.format", "allowed: auto, text, jsonl, parquet"),
         (["data.sources.code.weight=0"], "data.sources.code.weight", "more than 0"),
