@@ -54,7 +54,7 @@ class Case:
 
     def recipe(self) -> Recipe:
         found = Recipe()
-        found.model.pattern, found.model.hidden_size, found.model.vocab_size = self.pattern, 16, VOCABULARY
+        found.model.pattern, found.model.hidden_size, found.model.vocab_size = self.pattern, 32, VOCABULARY
         found.model.defaults = {"num_heads": 4, "num_kv_heads": 2}
         found.model.layers = {letter: SMALL[letter] for letter in SMALL if letter in self.pattern}
         found.optimizer.name, found.optimizer.lr = self.name, self.rate
@@ -69,13 +69,14 @@ class Case:
         return Geometry(size, parallel, self.micro, WINDOWS // (parallel * self.micro))
 
     def model(self) -> HybridLM:
-        """The same weights every time, none of them zero: every parameter has a real gradient."""
+        """The same weights every time, none of them zero: every parameter has a real gradient. The layers are
+        tame, so that fp32 itself is within 3e-6 of float64."""
         torch.manual_seed(0)
         section = self.recipe().model
         made = HybridLM(section, layer_specs(section))
         with torch.no_grad():
             for parameter in made.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
         made.activation_checkpointing = self.again
         return made
 
@@ -120,8 +121,8 @@ def in_ranks(case: Case) -> dict[str, Any]:
 
 
 def on_one(case: Case) -> dict[str, Any]:
-    """The same as one large batch on one process, with plain torch."""
-    model, settings = case.model(), case.recipe().optimizer
+    """The same as one large batch on one process, with plain torch in float64."""
+    model, settings = case.model().double(), case.recipe().optimizer
     built = optimizer.build(settings, model.named_parameters(), model.no_decay())
     found: dict[str, Any] = {"losses": [], "checksums": []}
     for number in range(case.steps):
@@ -168,13 +169,14 @@ def check(pools: Any, size: int, case: Case) -> None:
 
 
 SPLITS = [(2, 2), (4, 2), (4, 4)]  # processes, ranks per sequence
+PATTERNS = {1: "KFWBQK", 2: "RGDMRK", 3: "QRFMKB"}  # by ZeRO stage
 
 
 @pytest.mark.parametrize(("size", "sequence"), SPLITS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_are_those_of_whole_sequences(rank_pools: Any, size: int, sequence: int, stage: int):
     """One large SGD step shows the gradient that the optimizer was given."""
-    check(rank_pools, size, Case("KFWBQK", sequence, stage, rate=1e3, steps=1))
+    check(rank_pools, size, Case(PATTERNS[stage], sequence, stage, rate=1e3, steps=1))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -193,7 +195,7 @@ def test_adamw_follows_and_replicas_stay_equal(rank_pools: Any, stage: int):
 def test_random_patterns(rank_pools: Any, seed: int):
     rng = random.Random(seed)
     size, sequence = rng.choice(SPLITS)
-    pattern = "".join(rng.choices("KFWBQ", k=4))
+    pattern = "".join(rng.choices("KFWBQRGDM", k=4))
     packed, again = rng.random() < 0.5, rng.random() < 0.5
     check(
         rank_pools,
@@ -205,7 +207,7 @@ def test_random_patterns(rank_pools: Any, seed: int):
 def test_a_run_logs_the_same_with_and_without_the_cut(rank_pools: Any, tiny_recipe: Path, tmp_path: Path):
     """Losses, norms, checksums of what was read, and the layers' statistics: no window is read twice."""
     settings = {
-        "model__pattern": "KWF", "data__context": 48, "monitor__statistics_every": 2, "train__steps": 3,
+        "model__pattern": "KRF", "data__context": 48, "monitor__statistics_every": 2, "train__steps": 3,
         "model__layers__K__chunk": 4, "model__layers__K__budget_minimum": 4,
         "model__layers__K__budget_factor": 2, "train__micro_batch_size": 2,
     }  # fmt: skip
