@@ -69,7 +69,7 @@ Team = list["subprocess.Popen[str]"]
 @contextlib.contextmanager
 def _team(size: int, pattern: str, tokens: int) -> Iterator[Team]:
     """`size` processes that share a sequence and take a step whenever they are told to."""
-    from ..train.distributed import free_port
+    from ..train.launcher import free_port
 
     port, team = free_port(), []
     with tempfile.TemporaryDirectory() as folder:
