@@ -25,7 +25,7 @@ from hybrid.train.sequence import SequenceRanks
 from hybrid.train.signals import Signals
 
 from . import tiny
-from .tiny import fingerprint
+from .tiny import fingerprint, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -113,7 +113,7 @@ def in_ranks(case: Case) -> dict[str, Any]:
         found["losses"].append(done.loss)
         found["checksums"].append((done.checksum, done.tokens))
         found["hashes"].append(fingerprint(engine))
-    found["weights"] = engine.weights()
+    found["weights"] = weights(engine)
     found["sent"] = sharing.sent.total()
     engine.close()
     sharing.leave()
