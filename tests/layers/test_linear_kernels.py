@@ -15,6 +15,7 @@ from hybrid.layers.softmax import force_plain
 from tests.parity.linear_reference import delta_steps, ssd_steps
 
 from .mixers import assert_same_gradients, assert_same_state, build, gradients, packed_context, tokens
+from .test_across import in_parts, operands
 
 KINDS = ("gated_deltanet", "kimi_delta", "mamba2")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -171,3 +172,15 @@ def test_kernels_agree_with_torch_on_the_gpu(kind):
     packed, _ = mixer(x, packed_context(x, lengths, want_state=False))
     alone = torch.cat([mixer(piece, Context.of(piece))[0] for piece in x.split(lengths, 1)], 1)
     torch.testing.assert_close(packed, alone, atol=0.02 * scale, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "kimi_delta", "ssd"])
+def test_parts_of_a_cut_sequence_run_the_kernels(name, calls):
+    """Also the part whose start is not known yet, with the columns that carry its transition."""
+    across, tokens_of = operands(name, 1)
+    found = in_parts(across, tokens_of, 2, (30, 110))
+    assert len(calls) == 2
+    with force_plain():
+        expected, _ = across.operator(**tokens_of, lengths=(30, 110))
+    assert len(calls) == 2
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
