@@ -11,6 +11,7 @@ from . import scale_work as work
 from .ranks import Ranks
 from .report import BenchError, Row, columns, duration, environment, keep, rows_table
 from .scale_work import QUICK, Sizes
+from .sequence import against_one_rank
 from .timing import alternate
 
 
@@ -78,4 +79,13 @@ def loop(sizes: Sizes) -> dict[str, Any]:
     return {"rows": rows, "seconds": found}
 
 
-SECTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {"processes": processes, "loop": loop}
+def sequence(sizes: Sizes) -> dict[str, Any]:
+    """One long sequence cut over two ranks of one thread, against one such rank."""
+    return against_one_rank(sizes.long)
+
+
+SECTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
+    "processes": processes,
+    "loop": loop,
+    "sequence": sequence,
+}

@@ -8,7 +8,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..train.engine import Engine
 from ..train.loop import _Run
 from ..train.run_directory import RunDirectory
 from ..train.signals import Signals
+from .sequence import Long
 from .timing import Steps
 
 
@@ -38,6 +39,7 @@ class Sizes:
     rounds: int = 7
     loop_steps: int = 20
     saves: int = 3
+    long: Long = field(default_factory=Long)
 
     def recipe(self, folder: str = "unused", stage: int = 1) -> Recipe:
         changes = {
@@ -51,7 +53,10 @@ class Sizes:
         return recipes.load("quickstart", [f"{key}={value}" for key, value in changes.items()])
 
 
-QUICK = Sizes(heads=1, context=64, rounds=1, loop_steps=3, saves=1)
+QUICK = Sizes(
+    heads=1, context=64, rounds=1, loop_steps=3, saves=1,
+    long=Long("KF", tokens=1024, hidden=32, heads=2, rounds=1),
+)  # fmt: skip
 
 _opened: dict[str, Any] = {}
 """What a process keeps between two calls."""

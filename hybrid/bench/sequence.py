@@ -1,149 +1,101 @@
-"""A training step on one long sequence: cut over ranks of one thread each, against one such rank.
+"""A training step on one long sequence: cut over two ranks of one thread each, against one such rank.
 
-Both are real runs of the training step (DeepSpeed, ZeRO 1), in processes that stay and take turns. Memory is
-each process's high-water mark during a step, above what it held before: activations, and what operators take.
+Both are the training step (DeepSpeed, ZeRO 1) in processes that stay and take turns. Memory is a process's
+high-water mark during a step above what it held before: activations, and what operators take for themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+import io
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .memory import measure_once
-from .report import BenchError, Row
+import torch
 
-PATTERN = "KWRF"
-TOKENS = 16 * 1024
-HIDDEN, HEADS, VOCABULARY = 256, 4, 1024
-SPEED, MEMORY = 1.6, 0.6
-"""Targets for two ranks: times as fast, and share of the memory of one."""
+from ..data.rows import Batch, Segment
+from ..model import HybridLM
+from ..recipe import Geometry
+from ..schema import Recipe
+from ..train import distributed, step
+from ..train.engine import Engine
+from ..train.sequence import SequenceRanks
+from ..train.signals import Signals
+from .memory import measure_once
+from .ranks import Ranks
+from .report import Row, columns, duration
 
 
 @dataclass(frozen=True)
-class Found:
-    """Medians of one way to train."""
+class Long:
+    """What is trained."""
 
-    ranks: int
-    seconds: float
-    memory: int
-    """Bytes of the neediest rank."""
+    pattern: str = "KWRF"
+    tokens: int = 16 * 1024
+    hidden: int = 256
+    heads: int = 4
+    vocabulary: int = 1024
+    rounds: int = 3
+
+    def recipe(self) -> Recipe:
+        found = Recipe()
+        found.model.pattern, found.model.hidden_size = self.pattern, self.hidden
+        found.model.vocab_size, found.model.defaults = self.vocabulary, {"num_heads": self.heads}
+        found.optimizer.lr = 1e-3
+        return found
 
 
-def sequence_scale(
-    pattern: str = PATTERN, tokens: int = TOKENS, *, ranks: int = 2, rounds: int = 3
-) -> tuple[list[Row], dict[str, Any]]:
-    """Rows to reach, and what was measured. Needs a core for each rank."""
-    with contextlib.ExitStack() as stack:
-        teams = {size: stack.enter_context(_team(size, pattern, tokens)) for size in (1, ranks)}
-        steps: dict[int, list[tuple[float, int]]] = {size: [] for size in teams}
-        for number in range(rounds + 1):
-            for size, team in teams.items():
-                answers = _step(team)
-                if number:  # the first one warms up
-                    seconds, memory = zip(*answers, strict=True)
-                    steps[size].append((max(seconds), max(memory)))
-    one, several = (
-        Found(size, median(s for s, _ in found), int(median(m for _, m in found)))
-        for size, found in steps.items()
-    )
-    work, against = f"'{pattern}', {tokens:,} tokens over {ranks} ranks", "one rank"
+def against_one_rank(long: Long) -> dict[str, Any]:
+    """Rows to reach, and the medians measured: seconds, and bytes of the neediest rank."""
+    with Ranks(1) as one, Ranks(2) as two:
+        teams = {"1 rank": one, "2 ranks": two}
+        steps: dict[str, list[tuple[float, int]]] = {name: [] for name in teams}
+        for team in teams.values():
+            team.call(open_engine, long)
+            team.call(take_step)  # not counted: it loads and allocates what stays
+        for _ in range(long.rounds):
+            for name, team in teams.items():
+                seconds, memory = zip(*team.call(take_step), strict=True)
+                steps[name].append((max(seconds), max(memory)))
+    found = {
+        name: {"seconds": median(s for s, _ in taken), "bytes": median(m for _, m in taken)}
+        for name, taken in steps.items()
+    }
+    table = [["", "step", "memory of a rank"]]
+    for name, one in found.items():
+        table.append([name, duration(one["seconds"]), f"{one['bytes'] / 2**20:,.0f} MiB"])
+    title = f"A step on one sequence of {long.tokens:,} tokens ({long.pattern}, {long.hidden} wide)"
+    print(title + "\n" + columns(table, left={0}))
+    first, second = found["1 rank"], found["2 ranks"]
+    work, against = "one sequence over 2 ranks", "1 rank"
+    speed, memory = first["seconds"] / second["seconds"], second["bytes"] / first["bytes"]
     rows = [
-        Row(f"{work}: speed", against, one.seconds / several.seconds, SPEED, ideal=float(ranks)),
-        Row(f"{work}: memory", against, several.memory / one.memory, MEMORY, at_least=False, ideal=1 / ranks),
+        Row(f"{work}: speed", against, speed, 1.6, ideal=2.0),
+        Row(f"{work}: memory", against, memory, 0.6, at_least=False, ideal=0.5),
     ]
-    return rows, {"rows": rows, "measured": [vars(one), vars(several)]}
+    return {"rows": rows, "measured": found, "tokens": long.tokens, "pattern": long.pattern}
 
 
-Team = list["subprocess.Popen[str]"]
+_opened: dict[str, Any] = {}
+"""What a process keeps between two calls."""
 
 
-@contextlib.contextmanager
-def _team(size: int, pattern: str, tokens: int) -> Iterator[Team]:
-    """`size` processes that share a sequence and take a step whenever they are told to."""
-    from ..train.launcher import free_port
-
-    port, team = free_port(), []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for rank in range(size):
-                place = {
-                    "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
-                    "DS_ACCELERATOR": "cpu",
-                }  # fmt: skip
-                command = [sys.executable, "-m", "hybrid.bench.sequence", pattern, str(tokens)]
-                with (Path(folder) / f"{rank}").open("w") as log:
-                    team.append(
-                        subprocess.Popen(
-                            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                            env={**os.environ, **{name: str(value) for name, value in place.items()}},
-                        )
-                    )  # fmt: skip
-            yield team
-        except (BrokenPipeError, json.JSONDecodeError) as error:
-            said = "\n".join((Path(folder) / f"{rank}").read_text()[-2000:] for rank in range(size))
-            raise BenchError(f"a rank of {size} ended:\n{said}") from error
-        finally:
-            for process in team:
-                process.kill()
-                process.wait()
-
-
-def _step(team: Team) -> list[tuple[float, int]]:
-    """Seconds and bytes of every rank for one step."""
-    for process in team:
-        assert process.stdin is not None
-        process.stdin.write("step\n")
-        process.stdin.flush()
-    return [tuple(json.loads(process.stdout.readline())) for process in team if process.stdout is not None]
-
-
-def main(arguments: Sequence[str]) -> None:
-    """A rank: for every line of input a step, and a line of output."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what else is printed is no answer
-    pattern, tokens = arguments[0], int(arguments[1])
-    run = _training_step(pattern, tokens)
-    for _ in sys.stdin:
-        print(json.dumps(measure_once(run)), file=answers, flush=True)
-
-
-def _training_step(pattern: str, tokens: int) -> Any:
-    import torch
-
-    from ..data.rows import Batch, Segment
-    from ..model import HybridLM
-    from ..recipe import Geometry
-    from ..schema import Recipe
-    from ..train import distributed, step
-    from ..train.engine import Engine
-    from ..train.sequence import SequenceRanks
-    from ..train.signals import Signals
-
-    world = distributed.start(1)
-    recipe = Recipe()
-    model = recipe.model
-    model.pattern, model.hidden_size, model.vocab_size = pattern, HIDDEN, VOCABULARY
-    model.defaults = {"num_heads": HEADS}
-    recipe.optimizer.lr, recipe.parallel.sequence = 1e-3, world.size
+def open_engine(long: Long) -> None:
+    world = distributed.start(threads=1)
+    recipe = long.recipe()
     torch.manual_seed(0)
-    engine = Engine(HybridLM.from_recipe(recipe), recipe, Geometry(world.size, 1, 1, 1), world)
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
+        model = HybridLM.from_recipe(recipe)
+        engine = Engine(model, recipe, Geometry(world.size, 1, 1, 1), world)
+    engine.set_rates(0.01)  # random tokens teach nothing
+    ids = torch.randint(0, long.vocabulary, (1, long.tokens + 1))
+    borders = torch.tensor([0, long.tokens], dtype=torch.int32)
+    batch = Batch(ids[:, :-1], ids[:, 1:], borders, 0, [Segment("random", 0, 0, long.tokens)])
     sharing = SequenceRanks.join(world, world.size)
-    ids = torch.randint(0, VOCABULARY, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
-    segment = Segment("text", 0, 0, tokens)
-    batch = Batch(ids[:, :-1], ids[:, 1:], torch.tensor([0, tokens], dtype=torch.int32), 0, [segment])
-    engine.set_rates(1.0)
-    return lambda: step.take(engine, world, [batch], Signals(), sharing=sharing)
+    _opened["step"] = lambda: step.take(engine, world, [batch], Signals(), sharing=sharing)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def take_step() -> tuple[float, int]:
+    """Seconds, and bytes at the peak above those before."""
+    return measure_once(_opened["step"])

@@ -13,13 +13,18 @@ from hybrid.cli import main
 def test_every_row_is_printed_and_kept(tmp_path, capsys):
     assert main(["bench", "scale", "--quick", "--output", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "scale.json").read_text())
-    assert {name: len(section["rows"]) for name, section in found.items()} == {"processes": 1, "loop": 3}
+    assert {name: len(section["rows"]) for name, section in found.items()} == {
+        "processes": 1,
+        "loop": 3,
+        "sequence": 2,
+    }
     assert set(found["processes"]["seconds"]) == {"ZeRO 1", "ZeRO 2", "ZeRO 3"}
     seconds = found["loop"]["seconds"]
     assert 0 < seconds["engine"] < seconds["step"]
     assert seconds["stall"] > 0
     printed = capsys.readouterr().out
     assert "A step of 2 x 64 tokens" in printed
+    assert "A step on one sequence of 1,024 tokens" in printed
     for section in found.values():
         for row in section["rows"]:
             assert row["work"] in printed
