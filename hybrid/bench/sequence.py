@@ -56,15 +56,15 @@ def against_one_rank(long: Long) -> dict[str, Any]:
             team.call(take_step)  # not counted: it loads and allocates what stays
         for _ in range(long.rounds):
             for name, team in teams.items():
-                seconds, memory = zip(*team.call(take_step), strict=True)
-                steps[name].append((max(seconds), max(memory)))
+                taken = team.call(take_step)
+                steps[name].append((max(s for s, _ in taken), max(m for _, m in taken)))
     found = {
-        name: {"seconds": median(s for s, _ in taken), "bytes": median(m for _, m in taken)}
-        for name, taken in steps.items()
+        name: {"seconds": median(s for s, _ in each), "bytes": median(m for _, m in each)}
+        for name, each in steps.items()
     }
     table = [["", "step", "memory of a rank"]]
-    for name, one in found.items():
-        table.append([name, duration(one["seconds"]), f"{one['bytes'] / 2**20:,.0f} MiB"])
+    for name, cost in found.items():
+        table.append([name, duration(cost["seconds"]), f"{cost['bytes'] / 2**20:,.0f} MiB"])
     title = f"A step on one sequence of {long.tokens:,} tokens ({long.pattern}, {long.hidden} wide)"
     print(title + "\n" + columns(table, left={0}))
     first, second = found["1 rank"], found["2 ranks"]
