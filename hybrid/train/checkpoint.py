@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from .distributed import TrainError, World
@@ -22,6 +23,9 @@ from .tags import (
     tag_name,
     tags_in,
 )
+
+COPIED_AT_ONCE = 2**26
+"""Bytes."""
 
 
 class Checkpoints:
@@ -88,16 +92,16 @@ class Checkpoints:
         """Main rank only: give a written tag its name, then drop the oldest beyond `keep_last`."""
         _publish(partial, self.keep_last)
 
-    def publish_copy(self, tag: str) -> None:
+    def publish_copy(self, tag: str, on_chunk: Callable[[], None]) -> None:
         """Main rank only: copy a tag to the second folder, if there is one, and drop its oldest too."""
         if self.copy is None:
             return
         self.copy.mkdir(parents=True, exist_ok=True)
         partial = self.copy / (tag + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(self.folder / tag, partial)
-        for path in partial.iterdir():
-            sync(path)
+        partial.mkdir()
+        for path in (self.folder / tag).iterdir():
+            _copy(path, partial / path.name, on_chunk)
         _publish(partial, self.keep_last)
 
     def _demand(self, tag: str, tags: list[str]) -> None:
@@ -151,6 +155,15 @@ class Checkpoints:
             if fault := file_fault(folder / name, *sums[name], contents=mine):
                 return fault
         return None
+
+
+def _copy(source: Path, target: Path, on_chunk: Callable[[], None]) -> None:
+    with open(source, "rb") as old, open(target, "wb") as new:
+        while chunk := old.read(COPIED_AT_ONCE):
+            new.write(chunk)
+            on_chunk()
+        new.flush()
+        os.fsync(new.fileno())
 
 
 def _publish(partial: Path, keep_last: int) -> None:

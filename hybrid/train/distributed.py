@@ -55,7 +55,8 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        with self.pulse.wait():
+            dist.all_gather_object(values, value)
         return values
 
     def gather_numbers(self, numbers: list[float]) -> Tensor:
@@ -64,7 +65,8 @@ class World:
         if self.size == 1:
             return mine.cpu()[None]
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine)
+        with self.pulse.wait():
+            dist.all_gather(rows, mine)
         return torch.stack(rows).cpu()
 
     def barrier(self) -> None:

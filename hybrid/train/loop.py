@@ -34,7 +34,7 @@ from .sequence import SequenceRanks
 from .signals import Signals
 from .step import Step
 from .tags import Origin, Progress
-from .watch import watching
+from .watch import compilation_takes_time, watching
 
 if TYPE_CHECKING:
     from hybrid.data import Batch
@@ -95,6 +95,8 @@ def train(recipe: Recipe) -> Summary:
         log = folder / "logs" / f"rank_{world.rank}.log"
         stack.enter_context(logs.quiet(log))
         stack.enter_context(watching(world, recipe.train.hang_timeout, log))
+        if recipe.train.compile:
+            stack.enter_context(compilation_takes_time(world))
         signals = stack.enter_context(Signals())
         signals.at_once = True  # a stopped preparation goes on where it was
         _prepare_data(recipe, world)

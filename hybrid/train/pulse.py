@@ -7,18 +7,29 @@ from contextlib import contextmanager
 
 
 class Pulse:
-    """What `watch` looks at: `beats` counts, `doing` says where, `patient` allows long work without beats."""
+    """What `watch` looks at: `beats` counts, `doing` says where, `patient` allows long work without beats,
+    `waiting` tells that this process waits for others."""
 
     def __init__(self) -> None:
         self.beats = 0
         self.doing = "starting"
         self.patient = 0
+        self.waiting = False
 
     def beat(self, doing: str = "") -> None:
         """Something was finished; `doing`: what comes next, if it has a name."""
         self.beats += 1
         if doing:
             self.doing = doing
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """An exchange between the processes."""
+        self.waiting = True
+        try:
+            yield
+        finally:
+            self.waiting = False
 
     @contextmanager
     def patience(self, doing: str) -> Iterator[None]:

@@ -110,15 +110,16 @@ class Saver:
         if self.world.gather_numbers([busy]).any():
             return
         job, save.job = save.job, None
-        problem = self.world.problems(job.problem if job else None)
-        if problem or save.finishing:
+        problem, result = (job.problem, job.result) if job else (None, None)
+        if found := self.world.problems(problem):
             self._save = None
-            if problem:
-                self._failed(save, problem)
-            else:
-                self._saved(save, job.result if job else None)
+            self._failed(save, found)
             return
-        sums = {name: entry for part in self.world.gather(job.result) for name, entry in part.items()}  # type: ignore[union-attr]
+        if save.finishing:
+            self._save = None
+            self._saved(save, result)
+            return
+        sums = {name: entry for part in self.world.gather(result) for name, entry in part.items()}
         save.finishing = True
         if self.world.main:
             save.job = _Job(lambda: self._finish(save.partial, sums))
@@ -173,7 +174,7 @@ class Saver:
         write_json(partial / MANIFEST, {"files": sums})
         self.checkpoints.publish(partial)
         try:
-            self.checkpoints.publish_copy(partial.name.removesuffix(PARTIAL))
+            self.checkpoints.publish_copy(partial.name.removesuffix(PARTIAL), self.world.pulse.beat)
         except OSError as error:  # shutil.Error too
             return words(error)
         return None

@@ -26,8 +26,9 @@ from .distributed import World
 from .errors import LOST_EXIT_CODE
 
 LOOKS = 20
-"""Looks at the others in the time allowed, and at least one in LONGEST_BETWEEN_LOOKS seconds."""
+"""Looks at the others in the time allowed, at least."""
 LONGEST_BETWEEN_LOOKS = 5.0
+"""Seconds, for up to 250 processes; more look less often, as all ask one store."""
 LOOKS_TO_END = 8
 """So many are kept for telling the others of the verdict and for ending."""
 
@@ -52,6 +53,29 @@ def watching(world: World, timeout: float, log: Path) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
+@contextmanager
+def compilation_takes_time(world: World) -> Iterator[None]:
+    """torch.compile's work counts as patience while the block runs."""
+    from torch._dynamo.callback import callback_handler
+
+    pulse = world.pulse
+
+    def begin(_: Any) -> None:
+        pulse.patient += 1
+
+    def end(_: Any) -> None:
+        pulse.patient -= 1
+        pulse.beat()
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(begin)
+        callback_handler.remove_end_callback(end)
+
+
 @dataclass
 class _Seen:
     """What is known of one rank; times by this process' clock."""
@@ -65,13 +89,14 @@ class _Seen:
     beats: int = -1
     doing: str = "starting"
     patient: bool = False
+    waiting: bool = False
     done: bool = False
 
-    def update(self, now: float, beats: int, doing: str, patient: bool) -> None:
+    def update(self, now: float, beats: int, doing: str, patient: bool, waiting: bool) -> None:
         self.heard, self.looks = now, 0
         if beats != self.beats:
             self.moved = now
-        self.beats, self.doing, self.patient = beats, doing, patient
+        self.beats, self.doing, self.patient, self.waiting = beats, doing, patient, waiting
 
 
 class _Board:
@@ -79,7 +104,7 @@ class _Board:
 
     def __init__(self, world: World, timeout: float) -> None:
         self.world, self.timeout = world, timeout
-        self.period = min(LONGEST_BETWEEN_LOOKS, timeout / LOOKS)
+        self.period = min(max(LONGEST_BETWEEN_LOOKS, world.size / 50), timeout / LOOKS)
         self.limit = timeout - LOOKS_TO_END * self.period
         self.over = threading.Event()
         now = time.monotonic()
@@ -90,7 +115,7 @@ class _Board:
 
     def look_at_myself(self, now: float) -> _Seen:
         mine, pulse = self.seen[self.world.rank], self.world.pulse
-        mine.update(now, pulse.beats, pulse.doing, pulse.patient > 0)
+        mine.update(now, pulse.beats, pulse.doing, pulse.patient > 0, pulse.waiting)
         return mine
 
     def pause(self, seconds: float) -> None:
@@ -132,15 +157,16 @@ class _Talker(threading.Thread):
             self._store.set(f"{self._name}/verdict", board.verdict)
         elif self._store.check([f"{self._name}/verdict"]):
             board.verdict = self._store.get(f"{self._name}/verdict").decode()
-        for rank in range(board.world.size):
-            if rank != board.world.rank and self._store.check([self._key(rank)]):
-                self._read(rank, self._store.get(self._key(rank)))
+        if self._number > 1:  # by then all have spoken
+            for rank, text in enumerate(self._store.multi_get([self._key(r) for r in board.seen])):
+                if rank != board.world.rank:
+                    self._read(rank, text)
         board.store_answered = time.monotonic()
 
     def _say(self, *, done: bool) -> None:
         self._number += 1
         mine = self._board.look_at_myself(time.monotonic())
-        words = [self._number, mine.beats, mine.doing, mine.patient, done]
+        words = [self._number, mine.beats, mine.doing, mine.patient, mine.waiting, done]
         if self._store is not None:
             self._store.set(self._key(self._board.world.rank), json.dumps(words))
 
@@ -149,8 +175,8 @@ class _Talker(threading.Thread):
             self._board.seen[rank].looks += 1
             return
         self._last[rank] = text
-        _, beats, doing, patient, done = json.loads(text)
-        self._board.seen[rank].update(time.monotonic(), beats, doing, patient)
+        _, beats, doing, patient, waiting, done = json.loads(text)
+        self._board.seen[rank].update(time.monotonic(), beats, doing, patient, waiting)
         self._board.seen[rank].done = done
 
     def _key(self, rank: int) -> str:
@@ -190,6 +216,9 @@ class _Judge(threading.Thread):
         ranks = [mine, *(seen for rank, seen in board.seen.items() if rank != me and not seen.done)]
         if any(seen.patient or now - seen.moved <= board.limit for seen in ranks):
             return ""
+        awaited = [rank for rank, seen in board.seen.items() if not seen.waiting and not seen.done]
+        if 0 < len(awaited) < len(ranks):
+            return f"nobody made progress for {board.limit:.0f} s, {_ranks(awaited)} what the others wait for"
         least = min(seen.beats for seen in ranks)
         slowest = [rank for rank, seen in board.seen.items() if not seen.done and seen.beats == least]
         return f"nobody made progress for {board.limit:.0f} s, {_ranks(slowest)} least far"
@@ -202,8 +231,8 @@ class _Judge(threading.Thread):
         lines = [f"rank {world.rank} of {world.size} ends, as the run hangs: {board.verdict}."]
         for rank, seen in board.seen.items():
             lines.append(
-                f"  rank {rank}: {'done' if seen.done else seen.doing}, heard {now - seen.heard:.0f} s ago, "
-                f"last progress {now - seen.moved:.0f} s ago"
+                f"  rank {rank}: {'done' if seen.done else seen.doing}{' (waits)' if seen.waiting else ''}, "
+                f"heard {max(0.0, now - seen.heard):.0f} s ago, last progress {now - seen.moved:.0f} s ago"
             )
         lines.append(
             f"(train.hang_timeout={board.timeout:g}; exit code {LOST_EXIT_CODE}: the same command goes on "

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ _forks.set_forkserver_preload(
 class Ranks:
     """The processes of one run."""
 
-    def __init__(self, arguments: list[str], size: int, log: Path) -> None:
+    def __init__(
+        self, arguments: list[str], size: int, log: Path, function: Callable[[list[str]], int]
+    ) -> None:
         self.log = log
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -37,7 +39,9 @@ class Ranks:
                 "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
             }  # fmt: skip
-            process = _forks.Process(target=_train, args=(arguments, environment, str(log)), daemon=True)
+            process = _forks.Process(
+                target=_run, args=(function, arguments, environment, str(log)), daemon=True
+            )
             process.start()
             self.processes.append(process)
 
@@ -75,10 +79,17 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def started(recipe: Path, output: Path, size: int, log: Path, **overrides: Any) -> Iterator[Ranks]:
-    """`hybrid train` in `size` processes, which end with the block."""
+def started(
+    recipe: Path,
+    output: Path,
+    size: int,
+    log: Path,
+    function: Callable[[list[str]], int] | None = None,
+    **overrides: Any,
+) -> Iterator[Ranks]:
+    """`hybrid train`, or `function` with its arguments, in `size` processes, which end with the block."""
     texts = [f"{name.replace('__', '.')}={value}" for name, value in overrides.items()]
-    ranks = Ranks([str(recipe), f"train.output={output}", *texts], size, log)
+    ranks = Ranks([str(recipe), f"train.output={output}", *texts], size, log, function or train)
     try:
         yield ranks
     finally:
@@ -87,12 +98,18 @@ def started(recipe: Path, output: Path, size: int, log: Path, **overrides: Any) 
             process.join()
 
 
-def _train(arguments: list[str], environment: dict[str, str], log: str) -> None:
+def train(arguments: list[str]) -> int:
+    from hybrid.cli import main
+
+    return main(["train", *arguments])
+
+
+def _run(
+    function: Callable[[list[str]], int], arguments: list[str], environment: dict[str, str], log: str
+) -> None:
     os.environ.update(environment)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     faulthandler.register(signal.SIGUSR2, file=2)
-    from hybrid.cli import main
-
-    sys.exit(main(["train", *arguments]))
+    sys.exit(function(arguments))
