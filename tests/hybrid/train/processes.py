@@ -16,6 +16,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from . import tiny
+
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     ["pytest", "hybrid.train.loop", "deepspeed.runtime.zero.muon.muon_optimizer", "grain", __name__]
@@ -56,7 +58,7 @@ class Ranks:
         end = time.monotonic() + seconds
         while time.monotonic() < end and all(process.is_alive() for process in self.processes):
             with contextlib.suppress(OSError):
-                if (output / "metrics.jsonl").read_bytes().count(b"train/loss_largest") >= count:
+                if tiny.logged_steps(output) >= count:
                     return True
             time.sleep(0.005)
         return False

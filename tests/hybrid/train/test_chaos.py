@@ -158,11 +158,12 @@ def small_disk(folder: Path) -> Iterator[None]:
 def goes_elsewhere(trial: Trial) -> None:
     """One rank dies, and the other goes on alone for a while, at another stage."""
     killed(trial)
+    logged = tiny.logged_steps(trial.output)
     with started(
         trial.recipe, trial.output, 1, trial.folder / "log",
         **SETTINGS | {"parallel__zero_stage": 0, "train__hang_timeout": HANG_TIMEOUT},
     ) as alone:  # fmt: skip
-        trial.wait(alone, STEPS - 5)
+        assert alone.wait_for_steps(trial.output, logged + 2), alone.said()
         alone.signal(0, signal.SIGTERM)
         assert alone.exit_codes(MINUTE) == [STOPPED_EXIT_CODE]
 

@@ -87,6 +87,11 @@ def series(output: Path, *names: str) -> list[tuple[float, ...]]:
     ]
 
 
+def logged_steps(output: Path) -> int:
+    """How many steps a run and those before it in the same place have logged."""
+    return (output / "metrics.jsonl").read_bytes().count(b"train/loss_largest")
+
+
 def weights(engine: Any) -> dict[str, Any]:
     """All fp32 weights, by DeepSpeed's own means."""
     from deepspeed.utils import safe_get_full_fp32_param
