@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hybrid.train.launcher import LAUNCHER_VARIABLES
 
-SECONDS = 180  # a loaded machine takes a minute to start two processes
+SECONDS = 300  # a loaded machine takes minutes to start two processes
 
 
 @contextlib.contextmanager

@@ -203,6 +203,8 @@ def test_a_batch_that_does_not_fit_the_hosts_shows_all_numbers(hostfile, capsys)
     good = ["debug", "train.batch_size=8", "train.micro_batch_size=2"]
     assert main(["launch", *good, *options]) == 0
     assert "8 sequences = 2 data-parallel x 2 micro-batch x 2 accumulation" in capsys.readouterr().out
+    assert main(["launch", *good, "parallel.sequence=2", *options]) == 0
+    assert "8 sequences = 1 data-parallel x 2 micro-batch x 4 accumulation" in capsys.readouterr().out
     bad = ["debug", "train.batch_size=8", "train.micro_batch_size=3"]
     assert main(["launch", *bad, *options]) == 2
     assert "2 x 3 = 6, and 8 / 6 = 1.333" in capsys.readouterr().err
