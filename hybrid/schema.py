@@ -161,7 +161,7 @@ class ParallelSection:
 class MonitorSection:
     log_every: int = 10
     statistics_every: int = 100
-    """Steps between the mixers' own statistics (KVM slots, gates, attention mass); 0: off."""
+    """Steps between the mixers' own statistics (slots, gates, attention mass; decays); 0: off."""
     tensorboard: bool = True
     peak_tflops: float | None = None
     """The device's peak for utilisation; None: a table for known GPUs, measured once on CPU."""

@@ -125,6 +125,11 @@ class Context:
         found.refuse_chunk(x)
         return found
 
+    def note(self, layer: int, **values: Tensor) -> None:
+        """Leave the means of `values` as the layer's scalars, where `statistics` is wanted."""
+        assert self.statistics is not None
+        self.statistics.update({f"{layer}/{name}": x.detach().float().mean() for name, x in values.items()})
+
     @property
     def whole(self) -> tuple[int, ...]:
         """The documents' lengths in the whole row, be it cut over ranks or not."""

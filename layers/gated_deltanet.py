@@ -183,6 +183,9 @@ class DeltaMixer(Mixer):
         beta = torch.sigmoid(self.b_proj(x).to(v.dtype))
         if self.options.allow_neg_eigval:
             beta = 2 * beta
+        g = self.log_decay(x)
+        if context.statistics is not None:
+            context.note(self.site.layer, decay=g.exp(), write_strength=beta)
         o, recurrent = DELTA_RULE(
             context,
             state.recurrent,
@@ -190,7 +193,7 @@ class DeltaMixer(Mixer):
             q=_unit(q.unflatten(-1, (self.num_heads, -1))),
             k=_unit(k.unflatten(-1, (self.num_heads, -1))),
             v=v.unflatten(-1, (self.num_v_heads, -1)),
-            g=self.log_decay(x),
+            g=g,
             beta=beta,
         )
         o = self.gate(self.o_norm(o.to(v.dtype)), x)

@@ -153,6 +153,9 @@ class Mamba2(Mixer):
         inner, b, c = mixed.split((self.inner, self.group_width, self.group_width), -1)
         wide = mixed.dtype
         step = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        g = -self.A_log.to(wide).exp() * step
+        if context.statistics is not None:
+            context.note(self.site.layer, decay=g.exp(), time_step=step)
         inner = inner.unflatten(-1, (self.num_heads, -1))
         groups = (self.options.n_groups, -1)
         o, recurrent = SSD(
@@ -162,7 +165,7 @@ class Mamba2(Mixer):
             x=step[..., None] * inner,
             b=b.unflatten(-1, groups),
             c=c.unflatten(-1, groups),
-            g=-self.A_log.to(wide).exp() * step,
+            g=g,
         )
         o = o.to(wide) + self.D.to(wide)[:, None] * inner
         gated = self.norm(o.flatten(-2) * F.silu(z.to(wide)))

@@ -186,6 +186,8 @@ class RWKV7(Mixer):
         log_decay = LEAST_LOG_DECAY * torch.sigmoid(z + self.w0)
         rate = torch.sigmoid(self.a2(self.a1(shifted["a"])).to(wide) + self.a0)
         gate = self.g2(torch.sigmoid(self.g1(shifted["g"])))
+        if context.statistics is not None:
+            context.note(self.site.layer, decay=log_decay.exp(), erase_rate=rate)
         kappa = F.normalize(self._split(k.to(wide) * self.k_k), dim=-1, eps=1e-12)
         k = k.to(wide) * (1 + (rate - 1) * self.k_a)
         r, log_decay, k, v, rate = (self._split(t) for t in (r, log_decay, k, v, rate))

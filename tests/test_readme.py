@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
-import pytest
 import torch
-
-from hybrid.layers import registry
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.fixture
-def average(tmp_path, monkeypatch):
-    """The README's example layer, registered for one test."""
-    (code,) = re.findall(r"```python\n(# layers/average\.py\n.*?)```", README, re.S)
-    path = tmp_path / "average.py"
-    path.write_text(code)
-    monkeypatch.setattr(registry, "_kinds", dict(registry.kinds()))
-    spec = importlib.util.spec_from_file_location("average", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(__import__("sys").modules, "average", module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_example_layer_trains_and_streams_in_a_pattern(average):
+def test_the_example_layer_trains_and_streams_in_a_pattern():
+    """It is installed for all tests."""
     from hybrid.model import HybridLM
     from hybrid.recipe import layer_specs
     from hybrid.schema import ModelSection

@@ -5,24 +5,37 @@ Per value head, with log decay g (a number, or one per key channel), write stren
     S <- e^g S;   S <- S + k beta (v - S^T k)^T;   o = S^T q * scale          S `[K, V]`
 
 (Gated DeltaNet and Kimi Delta Attention papers.) Value head j reads query/key head j // (HV / H).
+
+In chunks, with c the running sum of g in a chunk, m half of the chunk's total, and M the state before it,
+
+    q~ = q e^(c-m),  k~ = beta k e^(c-m),  k^ = k e^(m-c),  M~ = e^m M
+    scores  [Q; A] = [q~; k~] k^^T, Q lower triangular, A strictly lower triangular
+    writes  U = (I + A)^-1 (beta v - k~ M~)
+    output  O = Q U + q~ M~
+    state   M <- e^m (M~ + k^^T U)
+
+Shapes: B sequences, T tokens, HV heads, K key and V value width, n chunks of L tokens; X = B * HV.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunks import LEAST_DECAY, Cut, running_decay
+from .chunks import LEAST_DECAY, Cut, add_products, each, exact_products, groups
 from .kernels import borders, fla_function, recurrent
 
-CHUNK = 32  # tokens; measured on a CPU against 16 and 64
-SEGMENT = 16  # chunks
-NARROW = -120.0  # log decay of a chunk down to which fp32 holds its factors, from e^-60 to e^60
-STEPS = 4  # up to so many tokens are done one by one
+CHUNKS = (32, 16)
+"""Tokens in a chunk at most; the shorter where the longer decays too much."""
+MOST_DECAY = -100.0
+"""Log decay of a chunk down to which fp32 holds its factors, from e^-50 to e^50. In float64 a chunk of 16 may
+decay by 16 * LEAST_DECAY."""
+STEPS = 4
+"""Up to so many tokens are done one by one."""
 
 
 def gated_delta_rule(
@@ -121,176 +134,149 @@ def _steps(
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """In chunks, SEGMENT of them at a time, so that what is computed on the way stays in the caches."""
-    cut = Cut.of(q.shape[1], CHUNK, lengths, q.device)
+    """In chunks whose decays fp32 can hold; where even short ones decay too much, in float64."""
+    dtype = v.dtype
     if state is None:
         state = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1])
-    outs = []
-    segments = zip(*(cut.split(x).split(SEGMENT) for x in (q, k, v, g, beta[..., None])), strict=True)
-    for number, inputs in enumerate(segments):
-        starts = cut.starts[number * SEGMENT : (number + 1) * SEGMENT]
-        out, state = _Segment.apply(*inputs, state, starts)
-        outs.append(out)
-    return cut.join(torch.cat(outs)), state
+    for size in CHUNKS:
+        cut = Cut.of(q.shape[1], size, lengths, q.device)
+        if float(cut.split(g.detach()).sum(2).min()) >= MOST_DECAY:
+            break
+    else:
+        q, k, v, g, beta, state = (x.double() for x in (q, k, v, g.clamp(min=LEAST_DECAY), beta, state))
+    out, state = _Chunks.apply(cut.starts, state, *(cut.split(x) for x in (q, k, v, g, beta[..., None])))
+    return cut.join(out).to(dtype), state.to(dtype)
 
 
-class _Segment(torch.autograd.Function):
-    """All chunks of a segment at once but for the recurrence of the state M `[K, V]` at their borders.
+class _Scores(NamedTuple):
+    """What a group of chunks is to its own tokens, `[n, X, ...]`."""
 
-    Within a chunk every token's correction depends on those before it, a unit lower triangular system
-    (Gated DeltaNet paper, "WY representation"). With c the running sum of g in a chunk and c_L its end:
+    left: Tensor  # [.., 2L, K]: q~ over k~
+    q_left: Tensor  # its upper half
+    k_left: Tensor  # its lower half
+    right: Tensor  # [.., L, K]: k^
+    read: Tensor  # [.., L, L]: Q
+    inverse: Tensor  # [.., L, L]: (I + A)^-1
+    grow: Tensor  # [.., L, K or 1]: e^(c-m)
+    scale: Tensor  # [.., K or 1, 1]: e^m
 
-        read_ij = q_i . k_j e^(c_i - c_j), i >= j;   own_ij = k_i . k_j e^(c_i - c_j), i > j
-        solve = (I + diag(beta) own)^-1 diag(beta);  u = solve v;  w = solve (k e^c)
-        r = u - w M;   o = (q e^c) M + read r;   M <- e^(c_L) M + (k e^(c_L - c))^T r
 
-    The backward is written out, as autograd would keep and copy three times as much.
-    """
+def _scores(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> _Scores:
+    """From operands `[n, B, HV, L, ...]` of any layout."""
+    size = q.shape[-2]
+    half = g.new_full((size, size), 0.5)
+    grow = ((half.tril() - half.triu(1)) @ g).exp_()  # the running sum less m is one product
+    left, right = q.new_empty(*q.shape[:3], 2 * size, q.shape[-1]), q.new_empty(q.shape)
+    torch.mul(q, grow, out=left[..., :size, :])
+    torch.mul(k, grow * beta, out=left[..., size:, :])
+    torch.div(k, grow, out=right)
+    left, right, grow = (x.flatten(1, 2) for x in (left, right, grow))
+    q_left, k_left = left.split(size, -2)
+    read, own = (q_left @ right.mT).tril_(), k_left @ right.mT
+    one = torch.eye(size, dtype=q.dtype, device=q.device).expand_as(own)
+    inverse = torch.linalg.solve_triangular(own, one, upper=False, unitriangular=True)
+    return _Scores(left, q_left, k_left, right, read, inverse, grow, grow[..., -1:, :].mT)
+
+
+class _Chunks(torch.autograd.Function):
+    """All chunks. Kept for the backward: the operands and the state before every chunk."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        state: Tensor,
-        starts: tuple[bool, ...],
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens `[N, B, L, HV, ...]`, state `[B, HV, K, V]`; the same for the results."""
-        q, k, v, g, beta = (_heads_first(x) for x in (q, k, v, g, beta))
-        total = running_decay(g, -2)
-        down, rest = _factors(total, k.dtype)
-        read, own = _scores(q, k, total)
-        one = torch.eye(q.shape[-2], dtype=k.dtype, device=k.device).expand_as(own)
-        inverse = torch.linalg.solve_triangular(beta * own, one, upper=False, unitriangular=True)
-        solve = inverse * beta.mT
-        r, w, k_rest, decay = solve @ v, solve @ (k * down), k * rest, down[:, :, -1, :, None]
-        shape, state = state.shape, state.flatten(0, 1)
-        before = v.new_empty(len(starts), *state.shape)
-        for n, fresh in enumerate(starts):
-            if fresh:
-                state = torch.zeros_like(state)
-            before[n] = state
-            r[n].baddbmm_(w[n], state, alpha=-1)
-            state = torch.baddbmm(state * decay[n], k_rest[n].mT, r[n])
-        out = (q * down) @ before + read @ r
-        ctx.save_for_backward(q, k, v, g, beta, total, read, own, inverse, r, w, before)
-        ctx.starts, ctx.shape = starts, shape
-        return _heads_last(out, shape[0]), state.unflatten(0, shape[:2])
+    def forward(ctx: Any, starts: Sequence[bool], state: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
+        """Operands q, k, v, g, beta `[n, B, L, HV, ...]`; `starts`: chunks that M is zero before."""
+        value = operands[2]
+        out = torch.empty_like(value, memory_format=torch.contiguous_format)
+        memory = state.flatten(0, 1)
+        memories = state.new_empty(len(value) + 1, *memory.shape)
+        with exact_products(state):
+            for span in groups(value):
+                q, k, v, g, beta = (x[span].transpose(2, 3) for x in operands)
+                s = _scores(q, k, g, beta)
+                writes = (v * beta).flatten(1, 2).contiguous()
+                scaled = torch.empty_like(memories[span])
+                steps = (memories[span], scaled, s.scale, writes, s.k_left, s.inverse, s.right.mT)
+                for fresh, (before, large, scale, write, left, inverse, right) in each(starts[span], *steps):
+                    if fresh:
+                        memory = torch.zeros_like(memory)
+                    before.copy_(memory)
+                    torch.mul(scale, memory, out=large)
+                    torch.bmm(inverse, torch.baddbmm(write, left, large, alpha=-1), out=write)
+                    memory = torch.baddbmm(large, right, write).mul_(scale)
+                y = add_products(s.q_left @ scaled, s.read, writes)
+                out[span].transpose(2, 3).copy_(y.view(v.shape))
+        memories[-1] = memory
+        ctx.save_for_backward(memories, *operands)
+        ctx.starts = starts
+        return out, memory.view(state.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_last: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(d_out.device.type, enabled=False):
-            return _segment_backward(ctx, d_out, d_last)
+    def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
+        memories, *operands = ctx.saved_tensors
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
+        d_memory = grad_state.flatten(0, 1)
+        with torch.autocast(grad.device.type, enabled=False), exact_products(grad):
+            for span in reversed(list(groups(grad))):
+                own = [x[span].transpose(2, 3) for x in (*operands, grad)]
+                around = memories[span.start : span.stop + 1]
+                into = [x[span].transpose(2, 3) for x in grads]
+                d_memory = _group_backward(own, around, d_memory, ctx.starts[span], into)
+        return None, d_memory.view(grad_state.shape), *grads
 
 
-def _segment_backward(ctx: Any, d_out: Tensor, d_last: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of `_Segment`'s inputs; `d_x` is that of x."""
-    q, k, v, g, beta, total, read, own, inverse, r, w, before = ctx.saved_tensors
-    down, rest = _factors(total, k.dtype)
-    solve, k_down, k_rest, decay = inverse * beta.mT, k * down, k * rest, down[:, :, -1, :, None]
-    d_out = _heads_first(d_out)
-    d_q_down, d_before = d_out @ before.mT, (q * down).mT @ d_out
-    d_read, d_r = d_out @ r.mT, read.mT @ d_out
-    d_after, grad = torch.empty_like(before), d_last.flatten(0, 1)
-    for n in reversed(range(len(ctx.starts))):
-        d_after[n] = grad
-        d_r[n].baddbmm_(k_rest[n], grad)
-        grad = torch.baddbmm(torch.addcmul(d_before[n], grad, decay[n]), w[n].mT, d_r[n], alpha=-1)
-        if ctx.starts[n]:
-            grad = torch.zeros_like(grad)
-    d_w, d_k_rest = -(d_r @ before.mT), r @ d_after.mT
+def _group_backward(
+    operands: list[Tensor],
+    memories: Tensor,
+    d_memory: Tensor,
+    starts: Sequence[bool],
+    into: list[Tensor],
+) -> Tensor:
+    """One group of chunks; `d_x` is the gradient of x.
 
-    d_solve = d_r @ v.mT + d_w @ k_down.mT
-    d_v, d_k_down = solve.mT @ d_r, solve.mT @ d_w
-    d_system = -(inverse.mT @ (d_solve * beta.mT) @ inverse.mT)
-    d_system = d_system.tril(-1)
-    d_beta = (d_solve * inverse).sum(-2)[..., None] + (d_system * own).sum(-1, keepdim=True)
-    d_q, d_k, d_total = _scores_backward(q, k, total, read, own, d_read, d_system * beta)
+    Args:
+        operands: q, k, v, g, beta and the gradient of o, `[n, B, HV, L, ...]` of any layout.
+        memories: the state before each chunk, and after the last one, `[n + 1, X, K, V]`.
+        d_memory: of the latter.
+        starts: for each chunk, whether it starts from a zero state.
+        into: places for the gradients of the first five operands.
 
-    d_down, d_rest = d_q_down * q + d_k_down * k, d_k_rest * k
-    d_decay = (d_after * before).sum(-1)[..., None, :]
-    if g.shape[-1] == 1:
-        d_down, d_rest, d_decay = (x.sum(-1, keepdim=True) for x in (d_down, d_rest, d_decay))
-    d_q.addcmul_(d_q_down, down)
-    d_k.addcmul_(d_k_down, down).addcmul_(d_k_rest, rest)
-    d_rest = d_rest * rest
-    d_total += d_down * down - d_rest
-    d_total[..., -1:, :] += d_rest.sum(-2, keepdim=True) + d_decay * down[..., -1:, :]
-    d_g = d_total.sum(-2, keepdim=True) - d_total.cumsum(-2) + d_total
-    d_g = d_g.masked_fill(g < LEAST_DECAY, 0).to(g.dtype)
-    batch = ctx.shape[0]
-    gradients = (_heads_last(x, batch) for x in (d_q, d_k, d_v, d_g, d_beta))
-    return *gradients, grad.unflatten(0, ctx.shape[:2]), None
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """`[N, B, L, HV, ...]` to `[N, B * HV, L, ...]`."""
-    return x.transpose(2, 3).contiguous().flatten(1, 2)
-
-
-def _heads_last(x: Tensor, batch: int) -> Tensor:
-    return x.unflatten(1, (batch, -1)).transpose(2, 3)
-
-
-def _factors(total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Decay from the chunk's start to each token, and from each token to the chunk's end."""
-    return total.exp().to(dtype), (total[..., -1:, :] - total).exp().to(dtype)
-
-
-def _scores(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """`read` and `own` (of which only what is below the diagonal counts) `[..., L, L]`, for a running decay
-    `total` `[..., L, 1]` of all channels or `[..., L, K]` of each."""
-    if total.shape[-1] == 1:
-        decay = _pair_decay(total, q.dtype)
-        return (q @ k.mT) * decay, (k @ k.mT) * decay
-    rows, columns, _, _ = _channel_factors(q, k, total)
-    read, own = (rows @ columns.mT).chunk(2, -2)
-    hidden = _hidden(total)
-    return read.masked_fill(hidden, 0).to(q.dtype), own.masked_fill(hidden, 0).to(q.dtype)
-
-
-def _scores_backward(
-    q: Tensor, k: Tensor, total: Tensor, read: Tensor, own: Tensor, d_read: Tensor, d_own: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and total (in float64); `d_own` is zero on the diagonal and above."""
-    if total.shape[-1] == 1:
-        decay = _pair_decay(total, q.dtype)
-        by_decay = (d_read * read + d_own * own).double()
-        d_total = (by_decay.sum(-1) - by_decay.sum(-2))[..., None]
-        d_read, d_own = d_read * decay, d_own * decay
-        return d_read @ k, (d_own + d_own.mT) @ k + d_read.mT @ q, d_total
-    rows, columns, up, back = _channel_factors(q, k, total)
-    d_scores = torch.cat((d_read.tril(), d_own), -2).to(rows.dtype)
-    d_rows, d_columns = d_scores @ columns, d_scores.mT @ rows
-    by_row, by_column = d_rows * rows, d_columns * columns
-    d_q, d_own_k = (d_rows.unflatten(-2, (2, -1)) * up.unsqueeze(-3)).to(q.dtype).unbind(-3)
-    d_k = d_own_k + (d_columns * back).to(k.dtype)
-    return d_q, d_k, (by_row.unflatten(-2, (2, -1)).sum(-3) - by_column).double()
-
-
-def _hidden(total: Tensor) -> Tensor:
-    """`[L, L]`, true where a token would see a later one."""
-    return torch.ones(total.shape[-2], total.shape[-2], dtype=torch.bool, device=total.device).triu(1)
-
-
-def _pair_decay(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """`e^(c_i - c_j)` for i >= j, else 0: `[..., L, L]`, of `[..., L, 1]`."""
-    return (total - total.mT).masked_fill(_hidden(total), -torch.inf).to(dtype).exp()
-
-
-def _channel_factors(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q and k below each other, times `e^(c - c_L / 2)`, and k times the inverse, with both factors.
-
-    Their products have the decays `e^(c_i - c_j)`. float64 holds the factors of any chunk of 32, which decays
-    by at most e^(-32 * 40); products that overflow are of a token with a later one, and are not used. Where
-    looking costs nothing, slow decays are computed in q's dtype, twice as fast.
+    Returns:
+        Gradient of the state before the first chunk.
     """
-    centred = total - total[..., -1:, :] / 2
-    if total.device.type == "cpu" and float(total[..., -1, :].min()) >= NARROW:
-        centred = centred.to(q.dtype)
-    up, back = centred.exp(), (-centred).exp()
-    return torch.cat((q * up, k * up), -2), k * back, up, back
+    q, k, v, g, beta, grad = operands
+    size, heads = q.shape[-2], q.shape[1:3]
+    s = _scores(q, k, g, beta)
+    scaled = s.scale * memories[:-1]
+    writes = s.inverse @ add_products((v * beta).flatten(1, 2).contiguous(), s.k_left, scaled, -1)
+    # Gradients of the rows that `left` gives: of o, and minus that of what (I + A)^-1 is applied to.
+    d_rows = grad.new_empty(*s.left.shape[:-1], v.shape[-1])
+    d_out, d_rest = d_rows.split(size, -2)
+    d_out.unflatten(1, heads).copy_(grad)
+    d_writes = s.read.mT @ d_out
+    d_sum = torch.empty_like(scaled)  # of M~ + k^^T U
+    steps = (d_sum, s.scale, d_writes, s.right, s.inverse.mT, d_rest, s.left.mT, d_rows)
+    for fresh, (d_after, scale, d_write, right, inverse, d_own, left, d_row) in each(starts, *steps)[::-1]:
+        torch.mul(scale, d_memory, out=d_after)
+        torch.neg(inverse @ d_write.baddbmm_(right, d_after), out=d_own)
+        d_memory = torch.baddbmm(d_after, left, d_row).mul_(scale)
+        if fresh:
+            d_memory = torch.zeros_like(d_memory)
+    seen = grad.new_ones(size, size)
+    d_scores = (d_rows @ writes.mT).mul_(torch.cat((seen.tril(), seen.tril(-1))))
+    d_left = add_products(d_scores @ s.right, d_rows, scaled.mT)
+    d_right = add_products(d_scores.mT @ s.left, writes, d_sum.mT)
+    # m cancels out of everything, so c can take all of the exponents' gradient.
+    d_log = d_left * s.left
+    d_log = (d_log[..., :size, :] + d_log[..., size:, :]).addcmul_(d_right, s.right, value=-1)
+    d_log[..., -1, :] += (d_sum * memories[1:]).sum(-1) / s.scale.squeeze(-1)
+    if g.shape[-1] == 1:
+        d_log = d_log.sum(-1, keepdim=True)
+    into[3].copy_((g.new_ones(size, size).triu() @ d_log).unflatten(1, heads))
+    d_left, d_right, d_rest, grow = (x.unflatten(1, heads) for x in (d_left, d_right, d_rest, s.grow))
+    d_q, d_key = d_left.split(size, -2)
+    torch.mul(d_q, grow, out=into[0])
+    d_key = d_key * grow  # of beta k
+    torch.addcmul(d_right / grow, d_key, beta, out=into[1])
+    torch.mul(d_rest, -beta, out=into[2])
+    torch.sub((d_key * k).sum(-1, keepdim=True), (d_rest * v).sum(-1, keepdim=True), out=into[4])
+    return d_memory

@@ -83,6 +83,8 @@ class OVQ(ProjectedMixer):
         self, heads: Projected, context: Context, state: OVQLayerState | None
     ) -> tuple[Tensor, OVQLayerState | None]:
         routes, layer = context.routes, self.site.layer
+        if context.statistics is not None:
+            context.note(layer, sharpness=self.beta)
         y, operator, made = ovq_attention(
             heads.q,
             heads.k,

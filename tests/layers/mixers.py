@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from hybrid.layers.registry import kinds, mixer_class
 
 HIDDEN = 32
 KINDS = list(kinds())
+LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 65, 100)  # T027
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 # Given to every kind whose options have a field of that name: windows and chunks short enough that sixty
 # tokens cross every border, and heads that share.
@@ -39,6 +42,12 @@ def build(
         for parameter in mixer.parameters():
             parameter += 0.2 * torch.randn(parameter.shape)
     return mixer.to(dtype)
+
+
+def fresh(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Mixer:
+    """A mixer as it starts, in a layer used alone."""
+    torch.manual_seed(seed)
+    return mixer_class(kind)(small_options(kind, **changes), Site(HIDDEN)).to(dtype)
 
 
 def tokens(batch: int, length: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:

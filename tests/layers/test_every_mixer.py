@@ -1,28 +1,34 @@
-"""What every mixer must keep, whatever its mathematics; a new kind is covered by being registered."""
+"""What every mixer must keep, whatever its mathematics: calls, states, packed rows, refusals.
+
+A new kind is covered by being registered, another package's too: the README's example is installed as such.
+Values and accounts are in `test_every_mixer_numbers.py`, compiled blocks in `test_every_mixer_compiled.py`.
+"""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid.layers.base import Context, LayerError, Site
-from hybrid.layers.registry import mixer_class
+from hybrid.layers.base import Context, LayerError
+from hybrid.state import BlockState, HybridState
 
 from .mixers import (
     HIDDEN,
     KINDS,
+    LENGTHS,
     assert_same_gradients,
     assert_same_state,
     build,
+    every_kind,
     gradients,
     in_pieces,
     packed_context,
-    small_options,
     tokens,
 )
 
-LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 65, 100)  # T027
-every_kind = pytest.mark.parametrize("kind", KINDS)
+
+def test_a_mixer_of_another_package_is_among_the_kinds():
+    assert "average" in KINDS
 
 
 def cuts_of(total: int):
@@ -61,6 +67,28 @@ def test_calls_that_take_the_state_over_equal_one_call(kind, data):
         y_split, state_split = in_pieces(mixer, x, cuts)
     torch.testing.assert_close(y_split, y, atol=1e-10, rtol=0)
     assert_same_state(state_split, state, 1e-10)
+
+
+@every_kind
+def test_every_length_up_to_100_and_going_on_from_it(kind):
+    """T027."""
+    mixer, x = build(kind), tokens(1, 101)
+    with torch.no_grad():
+        y, _ = mixer(x)
+        for length in range(1, 101):
+            found, _ = in_pieces(mixer, x, [length, 101 - length])
+            torch.testing.assert_close(found, y, atol=1e-10, rtol=0, msg=lambda m, n=length: f"{n}: {m}")
+
+
+@every_kind
+@pytest.mark.parametrize("cuts", [[128, 128], [200, 56]], ids=str)
+def test_256_tokens_in_two_calls_in_fp32(kind, cuts):
+    """T014."""
+    mixer, x, routes = build(kind, torch.float32), tokens(2, 256, torch.float32), {}
+    y, state = mixer(x, Context.of(x, routes=routes))
+    y_split, state_split = in_pieces(mixer, x, cuts, routes=routes)
+    torch.testing.assert_close(y_split, y, atol=1e-4, rtol=0)
+    assert_same_state(state_split, state, 1e-4)
 
 
 @every_kind
@@ -110,7 +138,7 @@ def test_packed_documents_continue_from_their_states(kind):
 
 @every_kind
 def test_documents_at_any_positions_go_on_together_as_each_alone(kind):
-    """Equal lengths too, where position-free mixers make one batch of several documents."""
+    """T034. Equal lengths too, where position-free mixers make one batch of several documents."""
     mixer, x = build(kind), tokens(4, 40)
     places, states, found = [0] * 4, [None] * 4, [[] for _ in range(4)]
     with torch.no_grad():
@@ -157,6 +185,8 @@ def test_empty_documents_and_calls_are_refused(kind):
     for borders in ([0, 16, 16, 48], [0, 0, 48], [0, 48, 48]):
         with pytest.raises(ValueError, match="of the packed row has 0 tokens"):
             mixer(x, Context.of(x, torch.tensor(borders, dtype=torch.int32)))
+    with pytest.raises(ValueError, match="document 0 of the packed row has 0 tokens"):
+        mixer(x[:, :2], Context.of(x[:, :2], torch.tensor([0, 0, 1, 1, 2], dtype=torch.int32)))
     with pytest.raises(LayerError, match="at least one sequence and one token"):
         mixer(x[:, :0])
     with pytest.raises(LayerError, match="from 0 to the row's 48 tokens"):
@@ -191,6 +221,24 @@ def test_a_spent_state_is_refused_and_a_fork_is_not(kind):
         two, after_two = in_pieces(mixer, x[:, 20:], [1] * 20, fork)
     assert torch.equal(one, two)
     assert_same_state(after, after_two, 0)
+
+
+@every_kind
+@pytest.mark.parametrize("length", [1, 21, 40])
+def test_a_state_saved_to_a_file_continues_exactly(kind, length, tmp_path):
+    mixer, x = build(kind, torch.float32), tokens(2, 80, torch.float32)
+    with torch.no_grad():
+        _, state = in_pieces(mixer, x[:, :length], [1] * length)
+        layout = ("backbone", kind)
+        HybridState([BlockState(length, state, None)], length, layout).save(tmp_path / "state")
+        loaded = HybridState.load(tmp_path / "state").layers[0].mixer
+        assert type(loaded) is type(state)
+        assert_same_state(loaded, state, 0)
+        cuts = [7, 1, 1, 80 - length - 9]
+        expected, after = in_pieces(mixer, x[:, length:], cuts, state)
+        found, after_load = in_pieces(mixer, x[:, length:], cuts, loaded)
+    assert torch.equal(found, expected)
+    assert_same_state(after_load, after, 0)
 
 
 @every_kind
@@ -242,171 +290,6 @@ def test_the_empty_state_is_the_start(kind):
     assert_same_state(state, own, 0)
     assert mixer.empty_state(2).position == 0
     assert mixer.empty_state(1).nbytes == mixer.state_bytes(0, 8)
-
-
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_state_bytes_are_those_of_real_states(kind, dtype):
-    mixer, x = build(kind, dtype), tokens(1, 100, dtype)
-    with torch.no_grad():
-        for length in LENGTHS:
-            _, state = mixer(x[:, :length])
-            assert state.nbytes == mixer.state_bytes(length, dtype.itemsize), f"prompt of {length}"
-        state = None
-        for t in range(70):
-            _, state = mixer(x[:, t : t + 1], None, state)
-            assert state.nbytes == mixer.state_bytes(t + 1, dtype.itemsize), f"{t + 1} single tokens"
-
-
-@every_kind
-def test_flops_per_token_is_the_mean_of_decoding(kind):
-    """Over whole chunks, where nothing of a chunk's work is left over."""
-    mixer = build(kind)
-    for length in (8, 16, 64, 120):
-        steps = [mixer.flops_at(t) for t in range(length)]
-        whole = mixer.flops_per_token(length)
-        assert whole.differentiable == pytest.approx(sum(f.differentiable for f in steps) / length)
-
-
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_output_has_the_input_dtype_and_is_near_float64(kind, dtype):
-    """T039: lengths beyond every window, so that states are used."""
-    exact, x = build(kind), tokens(2, 80)
-    low = build(kind, dtype)
-    for name, parameter in low.named_parameters():  # both compute with the same numbers
-        exact.get_parameter(name).data.copy_(parameter)
-    routes: dict = {}
-    x = x.to(dtype)
-    expected, _ = exact(x.double(), Context.of(x, routes=routes))
-    y, state = low(x, Context.of(x, routes=routes))
-    assert y.dtype == dtype
-    tolerance = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}[dtype]
-    scale = max(1.0, float(expected.detach().abs().max()))
-    torch.testing.assert_close(y.double(), expected, atol=tolerance * scale, rtol=0)
-    y, _ = low(x[:, :1], None, state)
-    assert y.dtype == dtype
-
-
-@every_kind
-def test_autocast_gives_the_input_dtype_and_near_values(kind):
-    mixer, x = build(kind, torch.float32), tokens(2, 60, torch.float32).requires_grad_()
-    routes: dict = {}
-    y, _ = mixer(x, Context.of(x, routes=routes))
-    with torch.autocast("cpu", torch.bfloat16):
-        low, state = mixer(x, Context.of(x, routes=routes))
-        again, _ = mixer(x[:, :3], None, state)
-    assert low.dtype == again.dtype == torch.float32
-    torch.testing.assert_close(low, y, atol=0.15 * float(y.detach().abs().max()), rtol=0)
-    for name, gradient in gradients(mixer, x, low).items():
-        assert torch.isfinite(gradient).all(), name
-
-
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 1024])
-def test_fresh_layers_are_finite_forward_and_backward_and_after_a_step(kind, dtype, length):
-    """T025."""
-    for seed in range(3):
-        torch.manual_seed(seed)
-        mixer = mixer_class(kind)(small_options(kind), Site(HIDDEN)).to(dtype)
-        x = tokens(1, length, dtype, seed)
-        optimizer = torch.optim.AdamW(mixer.parameters(), lr=1e-2)
-        for _ in range(2):
-            y, _ = mixer(x, Context.of(x, want_state=False))
-            (y.float() - 1).square().sum().backward()
-            for name, parameter in mixer.named_parameters():
-                assert torch.isfinite(parameter.grad).all(), name  # every parameter always has one
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.isfinite(y).all()
-        assert all(torch.isfinite(p).all() for p in mixer.parameters())
-
-
-@every_kind
-def test_long_sequences_are_finite(kind):
-    """T025 at 8192 tokens, with chunks and windows of a usual size."""
-    options = small_options(kind, chunk=256, window=256, budget_minimum=256, budget_factor=4.0)
-    torch.manual_seed(0)
-    mixer = mixer_class(kind)(options, Site(HIDDEN)).bfloat16()
-    torch.nn.init.normal_(mixer.get_parameter("c_proj.weight")) if hasattr(mixer, "c_proj") else None
-    x = tokens(1, 8192, torch.bfloat16).requires_grad_()
-    y, _ = mixer(x, Context.of(x, want_state=False))
-    y.float().square().mean().backward()
-    assert torch.isfinite(y).all()
-    assert torch.isfinite(x.grad).all()
-    assert all(torch.isfinite(p.grad).all() for p in mixer.parameters())
-
-
-@every_kind
-def test_repeated_runs_are_identical(kind):
-    """T031."""
-
-    def run():
-        mixer = build(kind, torch.float32)
-        optimizer = torch.optim.SGD(mixer.parameters(), lr=0.1)
-        for step in range(5):
-            x = tokens(2, 60, torch.float32, step)
-            mixer(x, Context.of(x, want_state=False))[0].square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.detach().clone() for p in mixer.parameters()]
-
-    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
-
-
-@every_kind
-def test_nothing_is_read_from_memory_that_was_not_written(kind, monkeypatch):
-    mixer, x = build(kind, torch.float32), tokens(2, 60, torch.float32).requires_grad_()
-    y, state = mixer(x)
-    expected = gradients(mixer, x, y)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    try:
-        again, state_again = mixer(x)
-        found = gradients(mixer, x, again)
-        with torch.no_grad():
-            decoded, _ = in_pieces(mixer, x, [20, *[1] * 40])
-    finally:
-        torch.use_deterministic_algorithms(False)
-    torch.testing.assert_close(again, y, atol=1e-5, rtol=0)
-    torch.testing.assert_close(decoded, y, atol=1e-4, rtol=0)
-    assert_same_state(state_again, state, 1e-4)
-    assert_same_gradients(found, expected, 1e-5)
-
-
-@every_kind
-def test_meta_construction_then_reset_equals_direct_reset(kind):
-    direct = mixer_class(kind)(small_options(kind), Site(HIDDEN, layer=2, num_layers=5))
-    torch.manual_seed(3)
-    direct.reset_parameters()
-    with torch.device("meta"):
-        mixer = mixer_class(kind)(small_options(kind), Site(HIDDEN, layer=2, num_layers=5))
-    assert all(p.is_meta for p in mixer.parameters())
-    mixer.to_empty(device="cpu")
-    for parameter in mixer.parameters():
-        parameter.data.fill_(float("nan"))
-    torch.manual_seed(3)
-    mixer.reset_parameters()
-    for name, parameter in direct.named_parameters():
-        assert torch.equal(parameter, mixer.get_parameter(name)), name
-    assert direct.state_dict().keys() == mixer.state_dict().keys()
-
-
-@every_kind
-def test_no_decay_names_all_but_matrices(kind):
-    mixer = build(kind)
-    known = dict(mixer.named_parameters())
-    assert mixer.no_decay() <= known.keys()
-    assert {n for n, p in known.items() if p.ndim < 2} <= mixer.no_decay()
-
-
-@every_kind
-def test_accounts_work_without_weights(kind):
-    with torch.device("meta"):
-        mixer = mixer_class(kind)(small_options(kind), Site(HIDDEN))
-    assert mixer.flops_per_token(100_000).training > mixer.flops_per_token(100_000).forward > 0
-    assert mixer.state_bytes(100_000, 2) > 0
 
 
 @every_kind

@@ -12,7 +12,8 @@ from hybrid.layers.linear.ssd import ssd
 from hybrid.layers.registry import mixer_class
 from hybrid.verify.mixers import run_layer, run_operator
 from tests.parity import vectors
-from tests.parity.linear_reference import delta_layer, delta_steps, mamba2_layer, ssd_steps
+from tests.parity.linear_reference import delta_steps, ssd_steps
+from tests.parity.twins import linear_layer
 
 from .mixers import assert_same_gradients, build, gradients, tokens
 
@@ -33,15 +34,6 @@ every_variant = pytest.mark.parametrize(("kind", "changes"), VARIANTS)
 both_dtypes = pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-6)], ids=["fp32", "fp64"]
 )
-
-
-def twin(mixer, x, state=None):
-    """The stepwise layer with this mixer's weights; state as a dict of tensors."""
-    weights, options = dict(mixer.named_parameters()), mixer.options
-    if mixer.kind == "mamba2":
-        return mamba2_layer(weights, options, x, state)
-    options = type(options)(**{**vars(options), **mixer.heads(options, x.shape[-1])._asdict()})
-    return delta_layer(mixer.kind, weights, options, x, state)
 
 
 @both_dtypes
@@ -68,7 +60,7 @@ def test_a_layer_equals_its_stepwise_twin(kind, changes, length):
     for name, tensor in start.items():
         setattr(state, name, tensor)
     y, after = mixer(x, None, state)
-    expected, wanted = twin(mixer, x, start)
+    expected, wanted = linear_layer(mixer, x, start)
     torch.testing.assert_close(y, expected, atol=1e-10, rtol=1e-10)
     assert after.tensors().keys() == wanted.keys()
     for name, tensor in after.tensors().items():
@@ -90,7 +82,7 @@ def test_pieces_equal_the_whole_from_a_random_state_in_fp32(kind):
         torch.testing.assert_close(torch.cat(outs, 1), whole, atol=1e-4, rtol=1e-4)
         for name, tensor in state.tensors().items():
             torch.testing.assert_close(tensor, after.tensors()[name], atol=1e-4, rtol=1e-4)
-    expected, wanted = twin(mixer, x, start.tensors())
+    expected, wanted = linear_layer(mixer, x, start.tensors())
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)
     assert {n: t.shape for n, t in wanted.items()} == {n: t.shape for n, t in after.tensors().items()}
 

@@ -19,30 +19,17 @@ from tests.layers.mixers import (
     packed_context,
     tokens,
 )
-from tests.parity.attention_reference import project
-from tests.parity.kvm_reference import reference
+from tests.parity.twins import kvm_layer
 
 LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 65, 100)
 NO_GATES = {"gate_keys": False, "gate_values": False}
-
-
-def stepwise(mixer, x):
-    """The whole layer from definitions: output and the operator's twin."""
-    q, k, v = project(mixer, x)
-    p = dict(mixer.named_parameters())
-    gate = None
-    if "merge_gate.weight" in p:
-        gate = 1 + torch.nn.functional.elu(x @ p["merge_gate.weight"].t())
-    norm = p["ln_s_k.weight"], p["ln_s_k.bias"]
-    twin = reference(q, k, v, gate, mixer.spec, *norm, p.get("front_head_temp"), p.get("state_head_temp"))
-    return twin.y.flatten(2) @ p["c_proj.weight"].t(), twin
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_outputs_and_gradients_match_the_stepwise_twin(length):
     """T027."""
     mixer, x = build("kvm", torch.float32), tokens(2, length, torch.float32).requires_grad_()
-    y, (expected, _) = mixer(x)[0], stepwise(mixer, x)
+    y, (expected, _) = mixer(x)[0], kvm_layer(mixer, x)
     torch.testing.assert_close(y, expected, atol=1e-5, rtol=0)
     assert_same_gradients(gradients(mixer, x, y), gradients(mixer, x, expected), 2e-5)
 
@@ -62,7 +49,7 @@ def test_outputs_and_gradients_match_the_stepwise_twin(length):
 )
 def test_every_option_matches_the_stepwise_twin(changes):
     mixer, x = build("kvm", **changes), tokens(1, 60)
-    expected, twin = stepwise(mixer, x)
+    expected, twin = kvm_layer(mixer, x)
     y, state = mixer(x)
     torch.testing.assert_close(y, expected, atol=1e-6, rtol=0)
     assert state.operator.slots == twin.key_sums.shape[2]
@@ -241,7 +228,7 @@ def test_flops_are_those_of_visible_pairs_and_compared_slots(changes):
     spec, size, previous = mixer.spec, mixer.head_dim, 0
     linear = sum(m.weight.numel() for m in mixer.modules() if isinstance(m, torch.nn.Linear))
     for length in (1, 8, 15, 16, 17, 40, 65):
-        _, twin = stepwise(mixer, tokens(1, length))
+        _, twin = kvm_layer(mixer, tokens(1, length))
         found = mixer.flops_per_token(length)
         pairs = [visible(spec, twin, t) for t in range(length)]
         expected = 2 * linear + 4 * mixer.num_heads * size * sum(pairs) / length

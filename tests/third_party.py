@@ -1,0 +1,18 @@
+"""The README's example layer, laid out as an installer leaves a package that names it as an entry point."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def install(folder: Path) -> None:
+    """Write the module and its metadata into `folder`, which has to be on the path."""
+    (code,) = re.findall(r"```python\n(# layers/average\.py\n.*?)```", README.read_text(), re.S)
+    (folder / "average.py").write_text(code)
+    info = folder / "average_layer-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: average-layer\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hybrid.layers]\naverage = average:Average\n")
