@@ -1,4 +1,4 @@
-"""Sequences cut into chunks of equal length, running decays, and a decaying sum over chunks.
+"""Sequences cut into chunks of equal length, their decays, and work on groups of chunks.
 
 In the chunk layout the chunk axis comes first, `[N, B, L, ...]`: N chunks of L tokens, so that what one step
 of the recurrence reads lies together. Tokens missing in a last chunk are zero. Packed documents are cut one
@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -111,45 +109,23 @@ def running_decay(g: Tensor, axis: int) -> Tensor:
     return g.double().clamp(min=LEAST_DECAY).cumsum(axis)
 
 
-def decay_scan(
-    added: Tensor, decay: Tensor, state: Tensor, starts: tuple[bool, ...]
-) -> tuple[Tensor, Tensor]:
-    """`M_{n+1} = decay_n M_n + added_n` over chunks n.
-
-    Args:
-        added: `[N, ..., P, S]`.
-        decay: `[N, ..., 1, 1]`.
-        state: M before the first chunk.
-        starts: chunks that M is zero before.
-
-    Returns:
-        Every chunk's M before it `[N, ..., P, S]`, and the M after the last.
-    """
-    return _DecayScan.apply(added, decay, state, starts)
+MOST_DECAY = -100.0
+"""Log decay of a chunk down to which fp32 holds its centred factors, from e^-50 to e^50. (float64 holds any
+chunk of 16, which decays by no more than e^(16 * LEAST_DECAY).)"""
 
 
-class _DecayScan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, added: Tensor, decay: Tensor, state: Tensor, starts: tuple) -> Any:
-        before = torch.empty_like(added, memory_format=torch.contiguous_format)
-        for n, fresh in enumerate(starts):
-            if fresh:
-                state = torch.zeros_like(state)
-            before[n] = state
-            state = torch.addcmul(added[n], state, decay[n])
-        ctx.save_for_backward(decay, before)
-        ctx.starts = starts
-        return before, state
+def bounded(g: Tensor, sizes: Sequence[int], lengths: Sequence[int]) -> tuple[Cut, Tensor]:
+    """A cut into the longest chunks of `sizes` whose log decays `g` `[B, T, ...]` fp32 can factor, and g. Where
+    even the shortest decay too much, g is float64, and the operator has to compute so."""
+    for size in sizes:
+        cut = Cut.of(g.shape[1], size, lengths, g.device)
+        if float(cut.split(g.detach()).sum(2).min()) >= MOST_DECAY:
+            return cut, g
+    return cut, g.clamp(min=LEAST_DECAY).double()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        decay, before = ctx.saved_tensors
-        grad_before, grad = grads
-        after = torch.empty_like(before)
-        for n in reversed(range(len(ctx.starts))):
-            after[n] = grad
-            grad = torch.addcmul(grad_before[n], grad, decay[n])
-            if ctx.starts[n]:
-                grad = torch.zeros_like(grad)
-        return after, (after * before).sum((-2, -1), keepdim=True), grad, None
+
+def centred_growth(g: Tensor) -> Tensor:
+    """`e^(c - m)` for log decays `[..., L, D]`, c being their running sum and m half of the total, so that
+    neither this nor its inverse overflows. One product gives the exponents."""
+    half = g.new_full((g.shape[-2], g.shape[-2]), 0.5)
+    return ((half.tril() - half.triu(1)) @ g).exp_()

@@ -26,14 +26,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunks import LEAST_DECAY, Cut, add_products, each, exact_products, groups
+from .chunks import add_products, bounded, centred_growth, each, exact_products, groups
 from .kernels import borders, fla_function, recurrent
 
 CHUNKS = (32, 16)
 """Tokens in a chunk at most; the shorter where the longer decays too much."""
-MOST_DECAY = -100.0
-"""Log decay of a chunk down to which fp32 holds its factors, from e^-50 to e^50. In float64 a chunk of 16 may
-decay by 16 * LEAST_DECAY."""
 STEPS = 4
 """Up to so many tokens are done one by one."""
 
@@ -134,16 +131,11 @@ def _steps(
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """In chunks whose decays fp32 can hold; where even short ones decay too much, in float64."""
     dtype = v.dtype
     if state is None:
         state = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1])
-    for size in CHUNKS:
-        cut = Cut.of(q.shape[1], size, lengths, q.device)
-        if float(cut.split(g.detach()).sum(2).min()) >= MOST_DECAY:
-            break
-    else:
-        q, k, v, g, beta, state = (x.double() for x in (q, k, v, g.clamp(min=LEAST_DECAY), beta, state))
+    cut, g = bounded(g, CHUNKS, lengths)
+    q, k, v, beta, state = (x.to(g.dtype) for x in (q, k, v, beta, state))
     out, state = _Chunks.apply(cut.starts, state, *(cut.split(x) for x in (q, k, v, g, beta[..., None])))
     return cut.join(out).to(dtype), state.to(dtype)
 
@@ -164,8 +156,7 @@ class _Scores(NamedTuple):
 def _scores(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> _Scores:
     """From operands `[n, B, HV, L, ...]` of any layout."""
     size = q.shape[-2]
-    half = g.new_full((size, size), 0.5)
-    grow = ((half.tril() - half.triu(1)) @ g).exp_()  # the running sum less m is one product
+    grow = centred_growth(g)
     left, right = q.new_empty(*q.shape[:3], 2 * size, q.shape[-1]), q.new_empty(q.shape)
     torch.mul(q, grow, out=left[..., :size, :])
     torch.mul(k, grow * beta, out=left[..., size:, :])

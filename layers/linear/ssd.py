@@ -2,21 +2,35 @@
 
 Per head, with log decay g, `S <- e^g S + x B^T;  o = S C`, S `[P, N]`. Head h uses group h // (H / G) of the
 inputs B and outputs C of the state.
+
+In chunks, with c the running sum of g in a chunk, m half of the chunk's total, and S the state before it, here
+transposed to `[N, P]`,
+
+    x~ = x e^(m-c),  S~ = e^m S,  Q = B's and C's products, lower triangular
+    output  O = e^(c-m) (Q x~ + C S~)
+    state   S <- e^m (S~ + B^T x~)
+
+so that all M = H / G heads of a group share their products: x~ and S are `M P` wide there.
+
+Shapes: T tokens, n chunks of L tokens, X = batch * G.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .chunks import Cut, decay_scan, running_decay
+from .chunks import add_products, bounded, centred_growth, each, exact_products, groups
 from .kernels import borders, fla_function, recurrent
 
-CHUNK = 32  # tokens; measured on a CPU against 16 and 64
-SEGMENT = 16  # chunks
-STEPS = 4  # up to so many tokens are done one by one
+CHUNKS = (64, 32, 16)
+"""Tokens in a chunk at most; the shorter where the longer decays too much."""
+STEPS = 4
+"""Up to so many tokens are done one by one."""
 
 
 def ssd(
@@ -96,35 +110,123 @@ def _steps(x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor) -> tuple[T
 def _chunks(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """In chunks, SEGMENT of them at a time, so that what is computed on the way stays in the caches."""
-    cut = Cut.of(x.shape[1], CHUNK, lengths, x.device)
-    state = state.unflatten(1, (b.shape[2], -1))
-    outs = []
-    segments = zip(*(cut.split(z).split(SEGMENT) for z in (x, b, c, g)), strict=True)
-    for number, (x_n, b_n, c_n, g_n) in enumerate(segments):
-        starts = cut.starts[number * SEGMENT : (number + 1) * SEGMENT]
-        out, state = _segment(x_n, b_n, c_n, g_n, state, starts)
-        outs.append(out)
-    return cut.join(torch.cat(outs)), state.flatten(1, 2)
+    dtype, heads = x.dtype, (b.shape[2], x.shape[2] // b.shape[2])
+    cut, g = bounded(g, CHUNKS, lengths)
+    x, b, c, state = (z.to(g.dtype) for z in (x, b, c, state))
+    memory = state.unflatten(1, heads).permute(0, 1, 4, 2, 3).flatten(0, 1)  # [X, N, M, P]
+    out, memory = _Chunks.apply(cut.starts, memory, *(cut.split(z) for z in (x, b, c, g)))
+    state = memory.unflatten(0, (-1, heads[0])).permute(0, 1, 3, 4, 2).flatten(1, 2)
+    return cut.join(out).to(dtype), state.to(dtype)
 
 
-def _segment(
-    x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor, starts: tuple[bool, ...]
-) -> tuple[Tensor, Tensor]:
-    """All chunks `[N, B, L, ...]` at once; M heads share a group, and their products with it are one."""
-    groups, size, width = b.shape[3], x.shape[2], x.shape[-1]
-    x = x.unflatten(3, (groups, -1))  # [N, B, L, G, M, P]
-    b, c = (z.transpose(2, 3).contiguous() for z in (b, c))  # [N, B, G, L, N]
-    total = running_decay(g.unflatten(3, (groups, -1)).movedim(2, -1), -1)  # [N, B, G, M, L]
-    hidden = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(hidden, -torch.inf).to(x.dtype).exp()
-    out = ((c @ b.mT).unsqueeze(3) * decay) @ x.permute(0, 1, 3, 4, 2, 5)  # [N, B, G, M, L, P]
+class _Rows(NamedTuple):
+    """A group of chunks, `[n, X, ...]` but for `grow`."""
 
-    rest = (total[..., -1:] - total).exp().to(x.dtype)
-    kept = (x * rest.movedim(-1, 2)[..., None]).flatten(-2).transpose(2, 3)  # [N, B, G, L, M * P]
-    added = (kept.mT @ b).unflatten(3, (-1, width))  # [N, B, G, M, P, N]
-    whole = total[..., -1].exp().to(x.dtype)[..., None, None]
-    before, last = decay_scan(added, whole, state, starts)
-    carried = (c @ before.flatten(3, 4).mT).unflatten(-1, (-1, width)).transpose(3, 4)
-    out = out + carried * total.exp().to(x.dtype)[..., None]
-    return out.flatten(2, 3).transpose(2, 3), last
+    x: Tensor  # [.., L, M * P]: x~
+    b: Tensor  # [.., L, N]
+    c: Tensor  # [.., L, N]
+    read: Tensor  # [.., L, L]: Q
+    scale: Tensor  # [.., 1, M, 1]: e^m
+    grow: Tensor  # [n, B, L, H, 1]: e^(c-m)
+
+    def to_tokens(self, y: Tensor) -> Tensor:
+        """`[n, X, L, M * P]` to `[n, B, L, H, P]`."""
+        batch, heads = self.grow.shape[1], self.scale.shape[-2]
+        return y.unflatten(1, (batch, -1)).transpose(2, 3).unflatten(-1, (heads, -1)).flatten(3, 4)
+
+
+def _by_group(z: Tensor, groups: int) -> Tensor:
+    """`[n, B, L, H, D]` to `[n, X, L, H / G * D]`."""
+    return z.unflatten(3, (groups, -1)).flatten(4).transpose(2, 3).flatten(1, 2)
+
+
+def _rows(x: Tensor, b: Tensor, c: Tensor, g: Tensor) -> _Rows:
+    """From operands `[n, B, L, ...]`."""
+    groups = b.shape[3]
+    grow = centred_growth(g)[..., None]
+    b, c = (_by_group(z, groups).contiguous() for z in (b, c))
+    scale = grow[:, :, -1].unflatten(2, (groups, -1)).flatten(1, 2).unsqueeze(2)
+    return _Rows(_by_group(x / grow, groups), b, c, (c @ b.mT).tril_(), scale, grow)
+
+
+class _Chunks(torch.autograd.Function):
+    """All chunks. Kept for the backward: operands, outputs and the state before every chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, starts: Sequence[bool], memory: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
+        """Operands x, b, c, g `[n, B, L, ...]`, state `[X, N, M, P]`; `starts`: chunks it is zero before."""
+        out = torch.empty_like(operands[0], memory_format=torch.contiguous_format)
+        memories = memory.new_empty(len(out) + 1, *memory.shape)
+        with exact_products(memory):
+            for span in groups(out):
+                s = _rows(*(z[span] for z in operands))
+                added = (s.b.mT @ s.x).unflatten(-1, memory.shape[-2:]).mul_(s.scale)
+                steps = each(starts[span], memories[span], added, s.scale.square())
+                for fresh, (before, more, decay) in steps:
+                    if fresh:
+                        memory = torch.zeros_like(memory)
+                    before.copy_(memory)
+                    memory = torch.addcmul(more, memory, decay)
+                y = add_products(s.read @ s.x, s.c, (memories[span] * s.scale).flatten(-2))
+                torch.mul(s.to_tokens(y), s.grow, out=out[span])
+        memories[-1] = memory
+        ctx.save_for_backward(memories, out, *operands)
+        ctx.starts = starts
+        return out, memory
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, d_memory: Tensor) -> tuple[Tensor | None, ...]:
+        memories, out, *operands = ctx.saved_tensors
+        grads = [torch.empty_like(z, memory_format=torch.contiguous_format) for z in operands]
+        with torch.autocast(grad.device.type, enabled=False), exact_products(grad):
+            for span in reversed(list(groups(grad))):
+                own = [z[span] for z in (*operands, out, grad)]
+                around = memories[span.start : span.stop + 1]
+                into = [z[span] for z in grads]
+                d_memory = _group_backward(own, around, d_memory, ctx.starts[span], into)
+        return None, d_memory, *grads
+
+
+def _group_backward(
+    operands: list[Tensor],
+    memories: Tensor,
+    d_memory: Tensor,
+    starts: Sequence[bool],
+    into: list[Tensor],
+) -> Tensor:
+    """One group of chunks; `d_z` is the gradient of z.
+
+    Args:
+        operands: x, b, c, g, o and the gradient of o, `[n, B, L, ...]`.
+        memories: the state before each chunk, and after the last one, `[n + 1, X, N, M, P]`.
+        d_memory: of the latter.
+        starts: for each chunk, whether it starts from a zero state.
+        into: places for the gradients of the first four operands.
+
+    Returns:
+        Gradient of the state before the first chunk.
+    """
+    x, b, c, g, out, grad = operands
+    s = _rows(x, b, c, g)
+    d_y = _by_group(grad * s.grow, b.shape[3])
+    scaled = (memories[:-1] * s.scale).flatten(-2)
+    more = (s.c.mT @ d_y).unflatten(-1, d_memory.shape[-2:]).mul_(s.scale)
+    d_after = torch.empty_like(more)  # of the state after each chunk
+    for fresh, (after, own, decay) in each(starts, d_after, more, s.scale.square())[::-1]:
+        after.copy_(d_memory)
+        d_memory = torch.zeros_like(d_memory) if fresh else torch.addcmul(own, d_memory, decay)
+    d_sum = (d_after * s.scale).flatten(-2)  # of S~ + B^T x~
+    d_scores = (d_y @ s.x.mT).tril_()
+    d_x = add_products(s.read.mT @ d_y, s.b, d_sum)
+    d_b = add_products(d_scores.mT @ s.c, s.x, d_sum.mT)
+    d_c = add_products(d_scores @ s.b, d_y, scaled.mT)
+    torch.div(s.to_tokens(d_x), s.grow, out=into[0])
+    for place, found in zip(into[1:3], (d_b, d_c), strict=True):
+        place.copy_(found.unflatten(1, (x.shape[1], -1)).transpose(2, 3))
+    # m cancels out of everything, so c can take all of the exponents' gradient.
+    d_log = (grad * out).sum(-1) - (into[0] * x).sum(-1)
+    d_log[:, :, -1] += (d_after * memories[1:]).sum((-3, -1)).view(d_log[:, :, -1].shape)
+    size = x.shape[2]
+    torch.matmul(g.new_ones(size, size).triu(), d_log, out=into[3])
+    return d_memory
