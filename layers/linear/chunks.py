@@ -115,8 +115,8 @@ chunk of 16, which decays by no more than e^(16 * LEAST_DECAY).)"""
 
 
 def bounded(g: Tensor, sizes: Sequence[int], lengths: Sequence[int]) -> tuple[Cut, Tensor]:
-    """A cut into the longest chunks of `sizes` whose log decays `g` `[B, T, ...]` fp32 can factor, and g. Where
-    even the shortest decay too much, g is float64, and the operator has to compute so."""
+    """A cut into the longest chunks of `sizes` whose log decays `g` `[B, T, ...]` fp32 can factor, and g.
+    Where even the shortest decay too much, g is float64, and the operator has to compute so."""
     for size in sizes:
         cut = Cut.of(g.shape[1], size, lengths, g.device)
         if float(cut.split(g.detach()).sum(2).min()) >= MOST_DECAY:

@@ -3,8 +3,8 @@
 Per head, with log decay g, `S <- e^g S + x B^T;  o = S C`, S `[P, N]`. Head h uses group h // (H / G) of the
 inputs B and outputs C of the state.
 
-In chunks, with c the running sum of g in a chunk, m half of the chunk's total, and S the state before it, here
-transposed to `[N, P]`,
+In chunks, with c the running sum of g in a chunk, m half of the chunk's total, and S the state before it,
+here transposed to `[N, P]`,
 
     x~ = x e^(m-c),  S~ = e^m S,  Q = B's and C's products, lower triangular
     output  O = e^(c-m) (Q x~ + C S~)
