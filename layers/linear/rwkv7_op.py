@@ -20,24 +20,20 @@ Shapes: B sequences, T tokens, H heads, K key and V value width, n chunks of L t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunks import Cut
+from .chunks import Cut, exact_products, groups
 from .kernels import borders, fla_function, recurrent
 
 CHUNK = 64
 """Tokens in a chunk at most."""
 FEW = 8
 """Calls shorter than this go token by token."""
-GROUP_ROWS = 4096
-"""Chunks are worked on so many rows (tokens times heads) at a time, which keeps them in a CPU's cache."""
-GROUP_ROWS_GPU = 2**18
 LEAST_LOG_DECAY = -0.6065306597126334  # -exp(-1/2)
 
 
@@ -117,6 +113,7 @@ def steps(
     return torch.cat(out, -2).transpose(1, 2), state
 
 
+@torch.compiler.disable  # compiling would unroll the loop over chunks
 def chunked(
     r: Tensor,
     log_decay: Tensor,
@@ -180,8 +177,8 @@ class _Chunks(torch.autograd.Function):
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
         memory = state.flatten(0, 1)
         before = state.new_empty(len(value), *memory.shape)
-        with _exact(state):
-            for span in _groups(value):
+        with exact_products(state):
+            for span in groups(value):
                 r, decay, k, v, a, b = (_heads_first(x[span]) for x in operands)
                 s = _scores(r, decay, k, a, b, seen)
                 own, fixed, mixing = _own(s, v)
@@ -206,8 +203,8 @@ class _Chunks(torch.autograd.Function):
         seen = _seen(grad)
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
         d_memory = grad_state.flatten(0, 1)
-        with torch.autocast(grad.device.type, enabled=False), _exact(grad):
-            for span in reversed(list(_groups(grad))):
+        with torch.autocast(grad.device.type, enabled=False), exact_products(grad):
+            for span in reversed(list(groups(grad))):
                 following = before[span.stop] if span.stop < len(before) else after
                 own = [_heads_first(x[span]) for x in (*operands, grad)]
                 memories = before[span], following
@@ -284,15 +281,6 @@ def _group_backward(
     return [d_r, d_decay, d_k, d_v, d_a, d_b], d_memory
 
 
-def _groups(like: Tensor) -> Iterator[slice]:
-    """Chunks of `like` `[n, B, L, H, ...]` that are worked on together."""
-    count, batch, size, heads = like.shape[:4]
-    rows = GROUP_ROWS_GPU if like.is_cuda else GROUP_ROWS
-    step = max(1, rows // (batch * size * heads))
-    for start in range(0, count, step):
-        yield slice(start, min(count, start + step))
-
-
 def _heads_first(x: Tensor) -> Tensor:
     """`[n, B, L, H, D]` to `[n, X, L, D]`."""
     return x.transpose(2, 3).flatten(1, 2).contiguous()
@@ -301,17 +289,3 @@ def _heads_first(x: Tensor) -> Tensor:
 def _put(out: Tensor, y: Tensor) -> None:
     """Write `y` `[n, X, L, D]` to `out` `[n, B, L, H, D]`."""
     out.copy_(y.unflatten(1, (out.shape[1], out.shape[3])).transpose(2, 3))
-
-
-@contextmanager
-def _exact(like: Tensor) -> Iterator[None]:
-    """No TF32, whose 10 bits the centred factors do not bear."""
-    if like.device.type != "cuda":
-        yield
-        return
-    matmul = torch.backends.cuda.matmul
-    before, matmul.allow_tf32 = matmul.allow_tf32, False
-    try:
-        yield
-    finally:
-        matmul.allow_tf32 = before
