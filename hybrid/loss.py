@@ -3,7 +3,7 @@ never has all its logits in memory: neither in the forward pass nor in the backw
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ class Loss(NamedTuple):
     """How many tokens were counted."""
     z_total: Tensor
     """Sum of logsumexp(logits)^2; carries a gradient only when the call's `z_loss` is not 0."""
+    state: Any = None
+    """What the call left to go on from, where it was asked for one."""
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:

@@ -87,7 +87,7 @@ class HybridLM(nn.Module):
         z_loss: float = 0.0,
         routes: dict[int, Any] | None = None,
         statistics: dict[str, Tensor] | None = None,
-        want_state: bool = True,
+        want_state: bool | None = None,
         cut: SequenceCut | None = None,
         last_only: bool = False,
     ) -> tuple[Tensor, Any] | Loss:
@@ -102,7 +102,7 @@ class HybridLM(nn.Module):
             z_loss: not 0: the loss's `z_total` carries a gradient (its weighting is the caller's).
             routes: layer -> routing decisions; a layer found there replays them, another records its own.
             statistics: dict that mixers fill with scalars for monitoring, keyed `layer/name`.
-            want_state: False saves the work of keeping a state. With labels none is kept.
+            want_state: whether a state is kept; None: without labels only.
             cut: how the rows are cut over ranks; ids, labels and logits are then of this rank's chunk, and
                 there are no states. It knows the documents: leave cu_seqlens out.
             last_only: logits of each sequence's last token only, `[B, 1, V]`; for a packed row of N documents
@@ -110,22 +110,24 @@ class HybridLM(nn.Module):
 
         Returns:
             Without labels `(logits, state)`: fp32 `[B, T, V]`, and HybridState (packed: a list of them; None
-            unless wanted). With labels a `Loss` of sums over the counted tokens; logits exist for at most
-            `loss_chunk` tokens at once.
+            unless wanted). With labels a `Loss` of sums over the counted tokens, with the state in it; logits
+            exist for at most `loss_chunk` tokens at once.
 
         Raises:
             ModelError, StateError, LayerError: inputs that do not fit, before any state is changed.
         """
         self._check_ids(ids, labels)
-        context = Context.of(ids, cu_seqlens, want_state=want_state and labels is None, cut=cut)
+        wanted = labels is None if want_state is None else want_state
+        context = Context.of(ids, cu_seqlens, want_state=wanted, cut=cut)
         context.routes, context.statistics = routes, statistics
         hidden, after = self._hidden(ids, context, self._block_states(state, context, ids.shape[0]))
+        new_state = self._state(after, context) if wanted else None
         if labels is None:
             if last_only:
                 hidden = hidden[:, -1:] if cu_seqlens is None else hidden[:, cu_seqlens[1:].long() - 1]
-            return self.head(hidden), self._state(after, context) if context.want_state else None
+            return self.head(hidden), new_state
         total, z_total = self.head(hidden, labels, self.loss_chunk, z_loss != 0)
-        return Loss(total, (labels != IGNORE).sum(), z_total)
+        return Loss(total, (labels != IGNORE).sum(), z_total, new_state)
 
     def _hidden(self, ids: Tensor, context: Context, states: list[Any]) -> tuple[Tensor, list[Any]]:
         """Final hidden states `[B, T, C]` (normalised) and every block's state."""

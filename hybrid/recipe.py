@@ -25,7 +25,7 @@ from omegaconf.errors import (
     MissingMandatoryValue,
 )
 
-from . import recipe_check
+from . import carry, recipe_check
 from .coerce import coerce, looks_typed, shown
 from .layer_table import LayerSpec, LayerTable, layer_specs
 from .recipe_check import Geometry
@@ -107,6 +107,8 @@ def check(recipe: Recipe, world_size: int | None = None) -> None:
         found.append(f"{dotted(('model', *key))}: {words}")
     if not found:
         found += [f"{dotted(_CUT)}: {words}" for words in _cut_problems(recipe, table)]
+        if carried := carry.problem(recipe, table.specs()):
+            found.append(f"train.carry_chunks: {carried}")
     if found:
         raise RecipeError(found)
 
@@ -221,6 +223,9 @@ class _Loading:
                 for words in _cut_problems(recipe, table):
                     self._problem(_CUT, words)
             self._refuse_idle_defaults(table)
+            carried = {("train", "carry_chunks"), ("data", "context")}
+            if not self.faulty & carried and (words := carry.problem(recipe, table.specs())):
+                self._problem(("train", "carry_chunks"), words)
             model.layers = table.complete()
             model.defaults = {}
             model.expanded = table.letters

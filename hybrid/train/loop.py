@@ -28,9 +28,10 @@ from .engine import Engine
 from .errors import STOPPED_EXIT_CODE
 from .lifeline import lifeline
 from .pace import Pace
+from .pieces import stretch
 from .run_directory import RunDirectory
 from .saving import Saver
-from .sequence import SequenceRanks
+from .sequence import SequenceRanks, whole
 from .signals import Signals
 from .step import Step
 from .tags import Origin, Progress
@@ -177,7 +178,7 @@ class _Run:
         self.held_out = ValidationSet(
             recipe.data,
             recipe.train.eval_tokens,
-            sequences=EVALUATED_WINDOWS,
+            sequences=EVALUATED_WINDOWS if recipe.train.carry_chunks == 1 else 1,
             rank=world.rank,
             world=world.size,
         )
@@ -252,8 +253,8 @@ class _Run:
         fraction = schedule.rate_fraction(progress.step, recipe.train.steps, recipe.schedule)
         rate = self.engine.set_rates(fraction)
         done = step.take(
-            self.engine, self.world, batches, self.signals, z_loss=recipe.train.z_loss, waited=waited,
-            sharing=self.sharing,
+            self.engine, self.world, batches, self.signals, z_loss=recipe.train.z_loss,
+            carry_chunks=recipe.train.carry_chunks, waited=waited, sharing=self.sharing,
         )  # fmt: skip
         progress.step += 1
         progress.sample += recipe.train.batch_size
@@ -312,14 +313,12 @@ class _Run:
 
     @torch.no_grad()
     def _statistics(self, batch: Batch) -> dict[str, float]:
-        """The mixers' own numbers on the first window of a batch, by a forward pass of its own: means over
-        the ranks."""
-        length, borders = self.recipe.data.context, batch.cu_seqlens
-        if borders is not None:
-            borders = borders[borders <= length]
-            length = int(borders[-1])
-        ids = batch.ids[:1, :length]
-        piece = self.sharing.piece(replace(batch, ids=ids, labels=ids, cu_seqlens=borders))
+        """The mixers' own numbers on the first window of a batch (its first piece), by a forward pass of its
+        own: means over the ranks."""
+        length = -(-self.recipe.data.context // self.recipe.train.carry_chunks)
+        first = stretch(whole(batch), 0, length)
+        ids = first.ids[:1]
+        piece = self.sharing.piece(replace(batch, ids=ids, labels=ids, cu_seqlens=first.cu_seqlens))
         piece = piece.to(self.world.device)
         found: dict[str, Tensor] = {}
         self.engine.model(piece.ids, statistics=found, **piece.arguments())
@@ -335,7 +334,9 @@ class _Run:
                 self.monitor.say("no validation: no document is held out (data.sources.*.validation)")
             self.scored = (self.progress.step, validation.Score(math.nan, math.nan, 0))
             return self.scored[1]
-        result = validation.score(self.engine.model, self.held_out, self.world)
+        result = validation.score(
+            self.engine.model, self.held_out, self.world, self.recipe.train.carry_chunks
+        )
         self.scored = (self.progress.step, result)
         self.monitor.write(
             self.progress.step,

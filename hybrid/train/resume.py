@@ -19,7 +19,7 @@ FIXED = {
     "model": None,
     "data": ("sources", "context", "boundaries", "order"),
     "optimizer": ("name", "mup_base_size"),
-    "train": ("batch_size", "seed", "precision", "z_loss"),
+    "train": ("batch_size", "carry_chunks", "seed", "precision", "z_loss"),
 }
 """Keys that make it another run (None: the whole section)."""
 TOLD = ("optimizer", "schedule", "parallel")

@@ -23,21 +23,31 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """What one rank gives the model of a batch."""
+    """What one rank gives the model of a batch in one pass."""
 
     ids: Tensor
     labels: Tensor
     cu_seqlens: Tensor | None
     """None where the rows are cut: the cut knows the documents."""
-    cut: SequenceCut | None
+    cut: SequenceCut | None = None
+    goes_on: bool = False
+    """Its rows, or a packed row's first document, go on from the piece before (see `pieces`)."""
+    unfinished: bool = False
+    """The next piece goes on with its rows, or with a packed row's last document."""
 
     def to(self, device: torch.device) -> Piece:
         borders = None if self.cu_seqlens is None else self.cu_seqlens.to(device)
-        return Piece(self.ids.to(device), self.labels.to(device), borders, self.cut)
+        return self._replace(ids=self.ids.to(device), labels=self.labels.to(device), cu_seqlens=borders)
 
     def arguments(self) -> dict[str, Any]:
         """The model's keyword arguments beside the ids."""
-        return {"labels": self.labels, "cu_seqlens": self.cu_seqlens, "cut": self.cut, "want_state": False}
+        keep = self.unfinished
+        return {"labels": self.labels, "cu_seqlens": self.cu_seqlens, "cut": self.cut, "want_state": keep}
+
+
+def whole(batch: Batch) -> Piece:
+    """All of a batch."""
+    return Piece(batch.ids, batch.labels, batch.cu_seqlens)
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class SequenceRanks:
     def piece(self, batch: Batch) -> Piece:
         """This rank's chunk of a batch that all ranks of the group read."""
         if self.size == 1:
-            return Piece(batch.ids, batch.labels, batch.cu_seqlens, None)
-        whole = () if batch.cu_seqlens is None else tuple(batch.cu_seqlens.diff().tolist())
-        cut = SequenceCut(self.group, self.rank, self.size, batch.ids.shape[1], whole, self.sent)
+            return whole(batch)
+        lengths = () if batch.cu_seqlens is None else tuple(batch.cu_seqlens.diff().tolist())
+        cut = SequenceCut(self.group, self.rank, self.size, batch.ids.shape[1], lengths, self.sent)
         return Piece(batch.ids[:, cut.span], batch.labels[:, cut.span], None, cut)

@@ -14,6 +14,7 @@ from hybrid.loss import IGNORE
 
 from .distributed import World
 from .engine import Engine, Update
+from .pieces import Carried, cut
 from .sequence import Piece, SequenceRanks
 from .signals import Signals
 
@@ -54,31 +55,34 @@ def take(
     signals: Signals,
     *,
     z_loss: float = 0.0,
+    carry_chunks: int = 1,
     waited: float = 0.0,
     sharing: SequenceRanks | None = None,
 ) -> Step:
     """Forward and backward over this rank's micro-batches, and the update.
 
-    Each rank's and micro-batch's sum of token losses is weighted by (ranks * accumulation / counted tokens of
-    the step), which undoes DeepSpeed's means over both: the gradient is that of one large batch's mean,
-    however the tokens are spread.
+    Each rank's and pass's sum of token losses is weighted by (ranks * passes / counted tokens of the step),
+    which undoes DeepSpeed's means over both: the gradient is that of one large batch's mean, however the
+    tokens are spread.
 
     Args:
         batches: one a micro-batch.
         z_loss: weight of the mean of logsumexp(logits)^2 in the objective.
+        carry_chunks: passes in which a micro-batch is read, see `pieces`.
         waited: seconds this rank waited for the batches.
         sharing: the ranks that read the same batches, each to train on its chunk of them.
     """
     sharing = sharing or SequenceRanks()
-    pieces = [sharing.piece(batch) for batch in batches]
-    counted = sum(int((piece.labels != IGNORE).sum()) for piece in pieces)
-    seen = sum(piece.ids.numel() for piece in pieces)
+    shares = [sharing.piece(batch) for batch in batches]
+    counted = sum(int((share.labels != IGNORE).sum()) for share in shares)
+    seen = sum(share.ids.numel() for share in shares)
     facts = world.gather_numbers([counted, seen, signals.stop, signals.save])
     signals.save = False
     total = max(1.0, float(facts[:, 0].sum()))
     checksum = sum(map(checksum_of, batches)) % 2**32 if sharing.main else 0
+    passes = [piece for share in shares for piece in cut(share, carry_chunks)]
     ranks, update = _forward_backward(
-        engine, world, pieces, world.size * len(batches) / total, z_loss, (float(checksum), waited)
+        engine, world, passes, world.size * len(passes) / total, z_loss, (float(checksum), waited)
     )
     losses = ranks[:, 0]
     return Step(
@@ -99,27 +103,29 @@ def take(
 def _forward_backward(
     engine: Engine,
     world: World,
-    pieces: list[Piece],
+    passes: list[Piece],
     weight: float,
     z_loss: float,
     facts: tuple[float, ...],
 ) -> tuple[Tensor, Update]:
     """Every rank's `[sum of losses, sum of squared logsumexp, *facts]`, and the update."""
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for piece in pieces[:-1]:
-        engine.backward(_objective(engine, world, piece, z_loss, sums) * weight)
-    last = _objective(engine, world, pieces[-1], z_loss, sums)
+    carried = Carried()
+    for piece in passes[:-1]:
+        engine.backward(_objective(engine, world, piece, carried, z_loss, sums) * weight)
+    last = _objective(engine, world, passes[-1], carried, z_loss, sums)
     ranks = world.gather_numbers([*sums.tolist(), *facts])
     finite = bool(ranks[:, 0].isfinite().all())
     update = engine.backward(last * weight, poisoned=not finite)
-    assert update is not None, "the engine accumulates another number of micro-batches"
+    assert update is not None, "the engine accumulates another number of passes"
     return ranks, update
 
 
-def _objective(engine: Engine, world: World, piece: Piece, z_loss: float, sums: Tensor) -> Tensor:
-    """The micro-batch's sum to differentiate; adds to the running sums of loss and z."""
-    piece = piece.to(world.device)
-    out = engine.forward(piece.ids, z_loss=z_loss, **piece.arguments())
+def _objective(
+    engine: Engine, world: World, piece: Piece, carried: Carried, z_loss: float, sums: Tensor
+) -> Tensor:
+    """The piece's sum to differentiate; adds to the running sums of loss and z."""
+    out = carried.read(engine.forward, piece, world.device, z_loss=z_loss)
     sums += torch.stack([out.total.detach(), out.z_total.detach()])
     return out.total + z_loss * out.z_total if z_loss else out.total
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from .distributed import World
+from .pieces import Carried, cut
+from .sequence import whole
 
 if TYPE_CHECKING:
     from hybrid.data import ValidationSet
@@ -25,18 +27,18 @@ class Score(NamedTuple):
 
 
 @torch.no_grad()
-def score(model: nn.Module, held_out: ValidationSet, world: World) -> Score:
-    """Score the held-out text; `held_out` gives every rank its own batches, equally many, as a partitioned
-    model (ZeRO-3) needs."""
+def score(model: nn.Module, held_out: ValidationSet, world: World, carry_chunks: int = 1) -> Score:
+    """Score the held-out text, every batch read in `carry_chunks` pieces; `held_out` gives every rank its own
+    batches, equally many, as a partitioned model (ZeRO-3) needs."""
     training = model.training
     model.eval()
     nats, tokens = 0.0, 0
     for batch in held_out:
-        borders = None if batch.cu_seqlens is None else batch.cu_seqlens.to(world.device)
-        ids, labels = batch.ids.to(world.device), batch.labels.to(world.device)
-        loss = model(ids, cu_seqlens=borders, labels=labels, want_state=False)
-        world.pulse.beat("validation")
-        nats, tokens = nats + float(loss.total), tokens + int(loss.tokens)
+        carried = Carried()
+        for piece in cut(whole(batch), carry_chunks):
+            loss = carried.read(model, piece, world.device)
+            world.pulse.beat("validation")
+            nats, tokens = nats + float(loss.total), tokens + int(loss.tokens)
     model.train(training)
     nats, counted = world.gather_numbers([nats, tokens]).sum(0).tolist()
     return Score(nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes), int(counted))
