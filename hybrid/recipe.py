@@ -224,8 +224,8 @@ class _Loading:
                     self._problem(_CUT, words)
             self._refuse_idle_defaults(table)
             carried = {("train", "carry_chunks"), ("data", "context")}
-            if not self.faulty & carried and (words := carry.problem(recipe, table.specs())):
-                self._problem(("train", "carry_chunks"), words)
+            if not self.faulty & carried and (reason := carry.problem(recipe, table.specs())):
+                self._problem(("train", "carry_chunks"), reason)
             model.layers = table.complete()
             model.defaults = {}
             model.expanded = table.letters
