@@ -126,7 +126,7 @@ def in_rank(stage: int) -> tuple[float, dict[str, Any], int]:
     lengths: list[int] = []
     engine.model.blocks[0].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
     done = step.take(engine, world, batches(world.rank), Signals(), carry_chunks=CHUNKS)
-    weights = engine.weights()
+    weights = tiny.weights(engine)
     engine.close()
     return done.loss, weights, max(lengths)
 
