@@ -16,9 +16,10 @@ from hybrid.loss import IGNORE
 from hybrid.model import HybridLM
 from hybrid.recipe import Geometry, RecipeError, layer_specs
 from hybrid.schema import Recipe
-from hybrid.train import distributed, step
+from hybrid.train import distributed, pieces, step
 from hybrid.train.engine import Engine
-from hybrid.train.pieces import Carried, cut
+from hybrid.train.pieces import Carried
+from hybrid.train.sequence import Piece, whole
 from hybrid.train.signals import Signals
 
 from ..test_generate_ragged import small
@@ -37,6 +38,10 @@ def batch_of(ids: torch.Tensor, *lengths: int) -> Batch:
     borders = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     labels[0, borders[1:].long() - 1] = IGNORE
     return Batch(ids, labels, borders, 0)
+
+
+def cut(batch: Batch, count: int) -> list[Piece]:
+    return list(pieces.cut(whole(batch), count))
 
 
 def test_a_packed_row_is_cut_wherever_a_piece_is_full():
@@ -61,10 +66,10 @@ def test_equal_rows_are_cut_together():
 
 
 def test_fewer_tokens_than_pieces_leave_pieces_without_a_counted_token():
-    pieces = list(cut(batch_of(torch.arange(5)[None], 3, 2), 8))
-    assert [p.ids.shape[1] for p in pieces] == [1] * 8
-    assert [int((p.labels != IGNORE).sum()) for p in pieces] == [1, 1, 0, 1, 0, 0, 0, 0]
-    assert [p.goes_on for p in pieces] == [False, True, True, False, True, False, False, False]
+    found = cut(batch_of(torch.arange(5)[None], 3, 2), 8)
+    assert [p.ids.shape[1] for p in found] == [1] * 8
+    assert [int((p.labels != IGNORE).sum()) for p in found] == [1, 1, 0, 1, 0, 0, 0, 0]
+    assert [p.goes_on for p in found] == [False, True, True, False, True, False, False, False]
 
 
 @pytest.mark.parametrize("pattern", ["KRW", "BGM", "QD"])
@@ -134,19 +139,19 @@ def in_rank(stage: int) -> tuple[float, dict[str, Any], int]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_has_the_whole_loss_and_the_truncated_gradient(two_ranks, stage: int):
-    plain, whole = model(), 0.0
+    plain, expected = model(), 0.0
     every = [batch for rank in range(2) for batch in batches(rank)]
     counted = sum(int((batch.labels != IGNORE).sum()) for batch in every)
     for batch in every:
         with torch.no_grad():
             loss = plain(batch.ids, cu_seqlens=batch.cu_seqlens, labels=batch.labels)
-        whole += float(loss.total) / counted
+        expected += float(loss.total) / counted
         carried = Carried()
         for piece in cut(batch, CHUNKS):
             (carried.read(plain, piece, CPU).total / counted).backward()
     start = dict(model().named_parameters())
     (loss, weights, longest), (other, *_) = two_ranks.run(in_rank, stage)
-    assert loss == other == pytest.approx(whole, rel=1e-5)
+    assert loss == other == pytest.approx(expected, rel=1e-5)
     assert longest == 11
     found = {name: (start[name].detach() - new) / 1e3 for name, new in weights.items()}
     right = {name: parameter.grad for name, parameter in plain.named_parameters()}
@@ -162,13 +167,13 @@ SETTINGS = {
 @pytest.mark.ranks
 def test_a_run_in_pieces_resumes_exactly(two_ranks, tiny_recipe: Path, tmp_path: Path):
     two_ranks.run(tiny.run, tiny_recipe, tmp_path / "run", **SETTINGS)
-    whole = tiny.series(tmp_path / "run")
-    assert [line[0] for line in whole] == [1, 2, 3, 4]
+    straight = tiny.series(tmp_path / "run")
+    assert [line[0] for line in straight] == [1, 2, 3, 4]
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
     (tmp_path / "run" / "checkpoints" / "latest").write_text("step_00000002")
     (again, _) = two_ranks.run(tiny.run, tiny_recipe, tmp_path / "run", **SETTINGS)
-    assert again.loss == whole[-1][1]  # it had steps to do
-    assert tiny.series(tmp_path / "run")[-2:] == whole[-2:]
+    assert again.loss == straight[-1][1]  # it had steps to do
+    assert tiny.series(tmp_path / "run")[-2:] == straight[-2:]
     _, words = two_ranks.run(
         tiny.run, tiny_recipe, tmp_path / "run", **SETTINGS | {"train__carry_chunks": 2}
     )[0]
