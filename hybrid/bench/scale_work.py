@@ -30,12 +30,12 @@ from .timing import Steps
 
 @dataclass(frozen=True)
 class Sizes:
-    """The quickstart's model, its batch the same for any number of processes."""
+    """The quickstart's model, and the same batch for any number of processes."""
 
     heads: int = 3
     """Of 64 features each."""
     context: int = 1024
-    batch: int = 2
+    batch: int = 4
     rounds: int = 7
     loop_steps: int = 20
     saves: int = 3
