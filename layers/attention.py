@@ -8,7 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from .base import Context, Flops, is_count, require
+from .base import Context, Flops, always_used, is_count, require
+from .cut import SequenceCut
 from .projections import Projected, ProjectedMixer, ProjectedState, ProjectionOptions
 from .registry import register
 from .softmax import attention, block_window_attention
@@ -188,8 +189,40 @@ class SlidingWindow(AttentionMixer):
         """The whole head, as in the paper's sliding-window layers."""
         return head_dim // 2 * 2
 
+    @classmethod
+    def keys_before(cls, options: SlidingOptions) -> int:
+        return options.window - 1
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, context: Context) -> Tensor:
+        halo = self.halo(context)
+        if halo is not None:
+            assert context.cut is not None
+            return self._attend_with_halo(q, k, v, halo, context.cut)
         return attention(q, k, v, causal=True, window=self.options.window, lengths=context.whole)[0]
+
+    def _attend_with_halo(self, q: Tensor, k: Tensor, v: Tensor, halo: int, cut: SequenceCut) -> Tensor:
+        """Of a chunk whose first document may go on from the rank before, which gives its last keys."""
+        window, first = self.options.window, (cut.lengths or (cut.length,))[0]
+        kept = min(halo, cut.carried)
+        before = cut.previous(torch.stack((k, v))[:, :, cut.length - halo :]) if halo else k.new_zeros(0)
+        if not kept:
+            q = always_used(q, before)
+            return attention(q, k, v, causal=True, window=window, lengths=cut.lengths)[0]
+        more_k, more_v = before[:, :, halo - kept :]
+        pieces = [
+            attention(
+                q[:, :first],
+                torch.cat((more_k, k[:, :first]), 1),
+                torch.cat((more_v, v[:, :first]), 1),
+                causal=True,
+                window=window,
+            )[0]
+        ]
+        if first < cut.length:
+            rest, lengths = slice(first, None), cut.lengths[1:]
+            y, _ = attention(q[:, rest], k[:, rest], v[:, rest], causal=True, window=window, lengths=lengths)
+            pieces.append(y)
+        return torch.cat(pieces, 1)
 
     def longest_append(self) -> int:
         return self.options.window

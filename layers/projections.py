@@ -117,7 +117,9 @@ class ProjectedMixer(Mixer):
     """Base of the softmax mixers; a subclass adds its attention, `core`, between `project` and `output`.
 
     A sequence cut over ranks is crossed by heads: after the linear maps and the token shift every rank gets
-    all tokens for its share of heads, attends as if it were alone, and gives its heads' outputs back.
+    all tokens for its share of heads, attends as if it were alone, and gives its heads' outputs back. Or by a
+    halo, where a mixer sees only so many keys before a rank's chunk (`keys_before`): the rank before gives
+    these, and all heads stay.
     """
 
     Options: ClassVar[type] = ProjectionOptions
@@ -189,7 +191,27 @@ class ProjectedMixer(Mixer):
         cls.heads(options, site.hidden_size)
 
     @classmethod
+    def keys_before(cls, options: Any) -> int | None:
+        """Keys before a chunk of tokens that queries in it see; None: all."""
+        return None
+
+    @classmethod
+    def halo_of(cls, options: Any, site: Site, size: int, tokens: int) -> int | None:
+        """Keys that a rank gets from the one before; None where heads are exchanged: that moves fewer bytes,
+        or the keys are not all on one rank."""
+        count = cls.keys_before(options)
+        if count is None or tokens % size or count > tokens // size:
+            return None
+        heads, shared, *_ = cls.heads(options, site.hidden_size)
+        if heads % size or (shared % size and size % shared):
+            return count
+        by_heads = tokens * (share_of(heads, size) + share_of(shared, size))
+        return count if count * shared < by_heads else None
+
+    @classmethod
     def check_cut(cls, options: Any, site: Site, size: int, tokens: int) -> None:
+        if cls.halo_of(options, site, size, tokens) is not None:
+            return
         heads, shared, *_ = cls.heads(options, site.hidden_size)
         faults = [
             f"{count} {what}" for count, what in ((heads, "query heads"), (tokens, "tokens")) if count % size
@@ -279,7 +301,8 @@ class ProjectedMixer(Mixer):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if context.cut is not None:
+        if self._by_heads(context):
+            assert context.cut is not None
             q, k, v, *gates = context.cut.to_heads(q, k, v, *(() if gate is None else (gate[..., None],)))
             gate = None if gate is None else gates[0].squeeze(-1)
         if self.options.qk_norm != "none":
@@ -289,11 +312,24 @@ class ProjectedMixer(Mixer):
             q, k = rotate(q, table), rotate(k, table)
         return Projected(q, k, v, shift, gate)
 
+    def halo(self, context: Context) -> int | None:
+        """`halo_of` for a call; None too where the sequence is not cut."""
+        cut = context.cut
+        return None if cut is None else self.halo_of(self.options, self.site, cut.size, cut.tokens)
+
+    def _by_heads(self, context: Context) -> bool:
+        return context.cut is not None and self.halo(context) is None
+
     def _rotary(self, q: Tensor, context: Context, start: int | tuple[int, ...]) -> Rotary:
+        lengths = context.whole
+        if context.cut is not None and not self._by_heads(context):
+            lengths, start = context.lengths, context.cut.carried
+            if lengths:
+                start = (start, *[0] * (len(lengths) - 1))
         settings = (self.rotary_dim, self.options.rotary_base, self.options.rotary_style)
-        key = ("rotary", start, *settings)
+        key = ("rotary", start, q.shape[1], *settings)
         if key not in context.tables:
-            context.tables[key] = rotary(positions(q.shape[1], start, context.whole, q.device), *settings)
+            context.tables[key] = rotary(positions(q.shape[1], start, lengths, q.device), *settings)
         return context.tables[key]
 
     def _mix_values(self, v: Tensor, x: Tensor, context: Context) -> Tensor:
@@ -315,11 +351,13 @@ class ProjectedMixer(Mixer):
 
     def own(self, parameter: Tensor, context: Context) -> Tensor:
         """A parameter of all query heads `[H]` for the heads that `project` gave."""
-        return parameter if context.cut is None else parameter[context.cut.own(self.num_heads)]
+        if context.cut is None or not self._by_heads(context):
+            return parameter
+        return parameter[context.cut.own(self.num_heads)]
 
     def output(self, y: Tensor, x: Tensor, context: Context) -> Tensor:
         """The heads' outputs, in the form of `project`'s queries, to `[B, T, C]` in x's dtype."""
-        if context.cut is not None:
+        if context.cut is not None and self._by_heads(context):
             y = context.cut.to_tokens(y)
         return self.c_proj(y.flatten(-2)).to(x.dtype)
 
@@ -335,9 +373,14 @@ class ProjectedMixer(Mixer):
 
     def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
         """Each rank sends the other ranks their heads' part of its queries, keys and values, and later their
-        tokens' part of its heads' outputs; and to the next rank, for the token shift, its last token's."""
-        queries, keys = share_of(self.num_heads, size), share_of(self.num_kv_heads, size)
-        moved = tokens * (2 * queries + 2 * keys) * self.head_dim + tokens * keys * self._gates()
+        tokens' part of its heads' outputs; or the next one its last keys and values. For the token shift its
+        last token goes to the next rank."""
+        halo = self.halo_of(self.options, self.site, size, tokens)
+        if halo is not None:
+            moved = halo * 2 * self.kv_width
+        else:
+            queries, keys = share_of(self.num_heads, size), share_of(self.num_kv_heads, size)
+            moved = tokens * ((2 * queries + 2 * keys) * self.head_dim + keys * self._gates())
         if self.options.token_shift:
             moved += self.q_width + 2 * self.kv_width
         return rows * (size - 1) * moved * element_size

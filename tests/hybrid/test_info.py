@@ -86,15 +86,17 @@ def test_the_report_shows_these_numbers(small):
 
 @pytest.mark.parametrize(("boundaries", "rows"), [("respect", 1), ("cross", 2)])
 def test_what_ranks_that_share_a_sequence_send(small, boundaries, rows):
-    """By hand: per token the other rank's head of q, k, v and of the output, and a token of shift a row."""
+    """By hand: per token the other rank's head of q, k, v and of the output, or of the window the keys and
+    values before a chunk; and a token of shift a row."""
     small.parallel.sequence, small.data.boundaries, small.model.ffn_token_shift = 2, boundaries, True
     shift, heads = rows * 64 * 4, 2 * 128 * 4 * 32 * 4
     lines = [" ".join(line.split()) for line in describe(small, 2).splitlines()]
-    layer, step = shift + heads, 2 * 4 * (shift + heads)  # forward and backward, 4 micro-batches
-    assert f"W sliding_window 2 {layer:,} B {step:,} B {2 * step:,} B" in lines
-    assert f"F full 1 {layer:,} B {step:,} B {step:,} B" in lines
+    full, window = shift + heads, shift + rows * 23 * 2 * 64 * 4
+    steps = 2 * 4  # forward and backward, 4 micro-batches
+    assert f"W sliding_window 2 {window:,} B {steps * window:,} B {2 * steps * window:,} B" in lines
+    assert f"F full 1 {full:,} B {steps * full:,} B {steps * full:,} B" in lines
     small.train.activation_checkpointing = True
-    assert f"total 3 {3 * 3 * 4 * layer:,} B" in [
+    assert f"total 3 {3 * 4 * (full + 2 * window):,} B" in [
         " ".join(line.split()) for line in describe(small, 2).splitlines()
     ]
 

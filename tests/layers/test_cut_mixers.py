@@ -87,7 +87,7 @@ def test_without_token_shift_and_gates(two_ranks: Any, kind: str):
     check(two_ranks, kind, "packed", token_shift=False, gate_keys=False, gate_values=False)
 
 
-@pytest.mark.parametrize("kind", ["full", "sliding_window", "block_window", "kvm"])
+@pytest.mark.parametrize("kind", ["full", "block_window", "kvm"])
 @pytest.mark.parametrize(
     ("heads", "shared", "length", "size", "fault"),
     [
@@ -106,6 +106,33 @@ def test_what_does_not_divide_is_refused_with_all_numbers(
         mixer_class(kind).check_cut(options, Site(HIDDEN, 1, 2), size, length)
     start = f"layer 1 ({kind}) has {heads} query heads and {shared} key/value heads, for {length} tokens cut"
     assert str(error.value).startswith(f"{start} over {size} ranks: {fault}")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 3, "num_kv_heads": 1, "head_dim": 8},  # which four ranks cannot share
+        {"window": 17},  # as many keys as a chunk has
+        {"window": 1},
+        {"window": 18},  # one more: by heads
+    ],
+    ids=str,
+)
+def test_windows_reach_into_the_chunk_before(four_ranks: Any, row: str, changes: dict[str, int]):
+    check(four_ranks, "sliding_window", row, **changes)
+
+
+def test_a_window_exchanges_what_is_less():
+    def halo(size: int, tokens: int, **changes: int) -> int | None:
+        options = small_options("sliding_window", **changes)
+        return mixer_class("sliding_window").halo_of(options, Site(HIDDEN), size, tokens)
+
+    assert halo(4, 64) == 10
+    assert halo(4, 64, window=18) is None  # reaches over more than the chunk before
+    assert halo(2, 64, window=33) == 32  # 32 x 2 heads, against 64 x (2 + 1)
+    assert halo(2, 64, window=33, num_kv_heads=4) == 32  # 32 x 4 against 64 x (2 + 2)
 
 
 @pytest.mark.ranks
