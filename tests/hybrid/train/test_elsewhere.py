@@ -78,7 +78,8 @@ def test_training_goes_on_alike_on_other_processes(
     processes, stage = source
     rank_pools(processes).run(tiny.run, tiny_recipe, tmp_path / "run", parallel__zero_stage=stage, **settings)
     wanted = tiny.series(tmp_path / "run")
-    for number, (processes, stage) in enumerate([(1, 0), (1, 1), (2, 3), (2, 0), (4, 2)]):
+    places = [(1, 0, 1), (1, 1, 1), (2, 3, 2), (2, 0, 1), (4, 2, 2)]  # processes, stage, ranks per sequence
+    for number, (processes, stage, sequence) in enumerate(places):
         output = tmp_path / f"{processes}x{stage}"
         for name in ("checkpoints/step_00000004", "checkpoints/latest"):
             place = output / name
@@ -86,8 +87,9 @@ def test_training_goes_on_alike_on_other_processes(
             copy = shutil.copytree if "step" in name else shutil.copy
             copy(tmp_path / "run" / name, place)
         rank_pools(processes).run(
-            tiny.run, tiny_recipe, output, parallel__zero_stage=stage, data__workers=number % 3, **settings
-        )
+            tiny.run, tiny_recipe, output, parallel__zero_stage=stage, parallel__sequence=sequence,
+            data__workers=number % 3, **settings,
+        )  # fmt: skip
         found = tiny.series(output)
         assert [line[0] for line in found] == [5, 6, 7, 8]
         for (_, loss, rate, norm, ids), (_, *before, ids_before) in zip(found, wanted[4:], strict=True):
