@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from importlib.metadata import version
 from typing import NoReturn
 
+from .arguments import count, part
+
 
 class UsageError(ValueError):
     """A command line that cannot be understood."""
@@ -154,22 +156,6 @@ def _load_recipe(arguments: argparse.Namespace, processes: int | None = None):
     return load(arguments.recipe, arguments.overrides, world_size=processes)
 
 
-def _part(text: str) -> tuple[int, int]:
-    try:
-        part, parts = (int(number) for number in text.split("/"))
-    except ValueError:
-        part, parts = 0, 0
-    if not 1 <= part <= parts:
-        raise argparse.ArgumentTypeError(f"'{text}' is not of the form i/n with 1 <= i <= n, such as 2/8")
-    return part, parts
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
-    return int(text)
-
-
 # ---------------------------------------------------------------- commands
 
 
@@ -191,14 +177,12 @@ def _declare_prepare(parser: Parser) -> None:
     _declare_recipe(parser)
     parser.add_argument(
         "--part",
-        type=_part,
+        type=part,
         default=(1, 1),
         metavar="i/n",
         help="prepare the i-th of n parts on this machine",
     )
-    parser.add_argument(
-        "--processes", type=_count, metavar="N", help="default: the recipe's, or one per core"
-    )
+    parser.add_argument("--processes", type=count, metavar="N", help="default: the recipe's, or one per core")
     parser.add_argument("--force", action="store_true", help="prepare again what is already there")
 
 
@@ -213,7 +197,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 def _declare_info(parser: Parser) -> None:
     _declare_recipe(parser)
-    parser.add_argument("--processes", type=_count, default=1, metavar="N", help="processes it will run on")
+    parser.add_argument("--processes", type=count, default=1, metavar="N", help="processes it will run on")
     parser.add_argument(
         "--plot", metavar="FILE.png", help="draw each layer's state and FLOPs against the context's length"
     )
@@ -234,43 +218,9 @@ def _info(arguments: argparse.Namespace) -> int:
 
 def _declare_launch(parser: Parser) -> None:
     _declare_recipe(parser)
-    where = parser.add_argument_group("where")
-    where.add_argument("--nodes", type=_count, metavar="N", help="default: 1, or every host of the hostfile")
-    where.add_argument(
-        "--gpus", type=_count, metavar="M", help="processes on a node; default: its GPUs or hostfile slots"
-    )
-    where.add_argument("--hostfile", metavar="FILE", help="lines `NAME slots=N`, the first is the master")
-    filters = "hosts and slots of the hostfile, such as 'worker-0@worker-1:0,2'"
-    where.add_argument("--include", default="", metavar="FILTER", help=f"only these {filters}")
-    where.add_argument("--exclude", default="", metavar="FILTER", help="all but these")
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--launcher",
-        choices=("deepspeed", "torchrun", "slurm"),
-        help="default: deepspeed, or torchrun for nodes without a hostfile",
-    )
-    how.add_argument("--master-addr", metavar="NAME", help="default: the hostfile's first host")
-    how.add_argument(
-        "--master-port", type=_port, metavar="P", help="default: a free one, or 29500 for several nodes"
-    )
-    how.add_argument("--node-rank", type=_rank, metavar="I", help="start only node I, which is this machine")
-    how.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print commands, layout, memory and communication; start nothing",
-    )
+    from .launch.arguments import declare
 
-
-def _rank(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 0 or more")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a port's number, 1 to 65535")
-    return int(text)
+    declare(parser)
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -400,7 +350,7 @@ def _declare_bench(parser: Parser) -> None:
         metavar="NAME",
         help="one part of kvm or scale, or one kind of mixers",
     )
-    parser.add_argument("--threads", type=_count, metavar="N", help="default: one per core")
+    parser.add_argument("--threads", type=count, metavar="N", help="default: one per core")
 
 
 def _bench(arguments: argparse.Namespace) -> int:
