@@ -18,10 +18,10 @@ from torch import Tensor
 from hybrid import recipe as recipes
 from hybrid.data import Loader, Tokenizer, ValidationSet, is_prepared, prepare
 from hybrid.model import HybridLM
-from hybrid.runs import TOKENIZER, load_run
+from hybrid.runs import TOKENIZER
 from hybrid.schema import Recipe
 
-from . import distributed, logs, monitor, resume, schedule, step, validation
+from . import distributed, logs, monitor, resume, samples, schedule, step, validation
 from .checkpoint import Checkpoints
 from .distributed import TrainError, World
 from .engine import Engine
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
 EVALUATED_WINDOWS = 8
 """Windows of held-out text in one forward pass of a rank."""
-
-SAMPLE_TEMPERATURE = 0.8
-"""Of the continuations of `train.prompts`."""
 
 
 @dataclass(frozen=True)
@@ -368,8 +365,13 @@ class _Run:
         assert self.scored is not None
         result = self.scored[1]
         memory = self.world.gather_numbers([monitor.memory_bytes(self.world.device)])
-        samples: list[str] = []
-        self.world.on_main(lambda: samples.extend(self._sample()), patient=True)
+        texts: list[str] = []
+        self.world.on_main(
+            lambda: texts.extend(
+                samples.write(self.folder, self.recipe, self.world.device, self.monitor.say)
+            ),
+            patient=True,
+        )
         before = self.progress.bits_per_byte_before
         return Summary(
             run=self.folder,
@@ -383,33 +385,8 @@ class _Run:
             tokens_per_second=self.pace.tokens_per_second,
             seconds=time.perf_counter() - begin,
             peak_memory_bytes=int(memory.max()),
-            samples=tuple(samples),
+            samples=tuple(texts),
         )
-
-    def _sample(self) -> list[str]:
-        """Continue train.prompts with the saved weights, whole in this process at any ZeRO stage."""
-        prompts, length = self.recipe.train.prompts, self.recipe.train.sample_tokens
-        if not prompts or not length:
-            return []
-        from hybrid.generate import GenerateError, generate
-
-        model, tokenizer, _ = load_run(self.folder)
-        model.to(self.world.device).eval()
-        try:
-            found = generate(
-                model,
-                tokenizer,
-                prompts,
-                max_tokens=length,
-                temperature=SAMPLE_TEMPERATURE,
-                seed=self.recipe.train.seed,
-            )
-        except GenerateError as error:  # the run is saved and its scores stand, whatever comes of samples
-            self.monitor.say(f"no samples: {error}")
-            return []
-        texts = [prompt + one.text for prompt, one in zip(prompts, found, strict=True)]
-        (self.folder / "samples.txt").write_text("\n\n----\n\n".join(texts) + "\n", encoding="utf-8")
-        return texts
 
 
 def _set_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
