@@ -4,7 +4,7 @@ Per head, with log decay l, a key-first state M `[K, V]` and column vectors:
 
     M_t = diag(exp l_t) M_{t-1} + b_t (a_t^T M_{t-1}) + k_t v_t^T,     o_t = M_t^T r_t
 
-`steps` computes it so, token by token; `chunked` in chunks of up to 64 tokens, as matrix products. Inside a
+`steps` computes it so, token by token; `chunked` in chunks of up to 32 tokens, as matrix products. Inside a
 chunk, with c the running sum of l (c' without the token's own) and m half of the chunk's total,
 
     r~ = r e^(c-m),  a~ = a e^(c'-m),  k~ = k e^(m-c),  b~ = b e^(m-c),  M~ = e^m M  (M before the chunk)
@@ -13,7 +13,7 @@ chunk, with c the running sum of l (c' without the token's own) and m half of th
     output  O = Qk v + Qb U + r~ M~
     state   M <- e^m (M~ + k~^T v + b~^T U)
 
-RWKV-7's l is above -0.6066, so centring by m keeps every factor of a 64-token chunk within e^20.
+RWKV-7's l is above -0.6066, so centring by m keeps every factor of a 32-token chunk within e^10.
 
 Shapes: B sequences, T tokens, H heads, K key and V value width, n chunks of L tokens; X = B * H.
 """
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .chunks import Cut, exact_products, groups
+from .chunks import Cut, add_products, centred_growth, each, exact_products, groups
 from .kernels import borders, fla_function, recurrent
 
-CHUNK = 64
+CHUNK = 32
 """Tokens in a chunk at most."""
 FEW = 8
 """Calls shorter than this go token by token."""
@@ -138,24 +138,26 @@ class _Scores(NamedTuple):
     right: Tensor  # [.., 2L, K]: k~ over b~
     scores: Tensor  # [.., 2L, 2L]: [Qk Qb; Ak Ab]
     inverse: Tensor  # [.., L, L]: (I - Ab)^-1
-    scale: Tensor  # [.., K, 1]: e^m
     grow: Tensor  # [.., L, K]: e^(c-m)
     grow_before: Tensor  # [.., L, K]: e^(c'-m)
+    scale: Tensor  # [.., K, 1]: e^m
 
 
 def _scores(r: Tensor, log_decay: Tensor, k: Tensor, a: Tensor, b: Tensor, seen: Tensor) -> _Scores:
-    """From operands `[n, X, L, K]`; `seen` as from `_seen`."""
-    total = log_decay.cumsum(-2)
-    half = total[..., -1:, :] / 2
-    grow = torch.exp(total - half)
-    grow_before = torch.exp(total - log_decay - half)
-    left = torch.cat((r * grow, a * grow_before), -2)
-    right = torch.cat((k / grow, b / grow), -2)
-    scores = (left @ right.mT).mul_(seen)
+    """From operands `[n, B, H, L, K]` of any layout; `seen` as from `_seen`."""
     size = r.shape[-2]
+    grow = centred_growth(log_decay)
+    grow_before = torch.cat((1 / grow[..., -1:, :], grow[..., :-1, :]), -2)
+    left, right = (r.new_empty(*r.shape[:3], 2 * size, r.shape[-1]) for _ in range(2))
+    torch.mul(r, grow, out=left[..., :size, :])
+    torch.mul(a, grow_before, out=left[..., size:, :])
+    torch.div(k, grow, out=right[..., :size, :])
+    torch.div(b, grow, out=right[..., size:, :])
+    left, right, grow, grow_before = (x.flatten(1, 2) for x in (left, right, grow, grow_before))
+    scores = (left @ right.mT).mul_(seen)
     eye = torch.eye(size, dtype=r.dtype, device=r.device).expand(*scores.shape[:-2], size, size)
     inverse = torch.linalg.solve_triangular(-scores[..., size:, size:], eye, upper=False, unitriangular=True)
-    return _Scores(left, right, scores, inverse, half.exp().mT, grow, grow_before)
+    return _Scores(left, right, scores, inverse, grow, grow_before, grow[..., -1:, :].mT)
 
 
 def _seen(like: Tensor) -> Tensor:
@@ -165,6 +167,15 @@ def _seen(like: Tensor) -> Tensor:
     return torch.cat((every.tril(), every.tril(-1))).repeat(1, 2)
 
 
+def _values(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows `[n, X, 2L, V]`, v `[n, B, H, L, V]` over room for the reads; and both halves."""
+    size = v.shape[-2]
+    rows = v.new_empty(*v.shape[:3], 2 * size, v.shape[-1])
+    rows[..., :size, :] = v
+    rows = rows.flatten(1, 2)
+    return rows, *rows.split(size, -2)
+
+
 class _Chunks(torch.autograd.Function):
     """All chunks. Kept for the backward: the operands and the state before every chunk."""
 
@@ -172,120 +183,107 @@ class _Chunks(torch.autograd.Function):
     def forward(ctx: Any, starts: Sequence[bool], state: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
         """Operands r, log_decay, k, v, a, b `[n, B, L, H, ...]`; `starts`: chunks that M is zero before."""
         value = operands[3]
-        size = value.shape[2]
-        seen = _seen(value)
+        size, seen = value.shape[2], _seen(value)
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
         memory = state.flatten(0, 1)
-        before = state.new_empty(len(value), *memory.shape)
+        memories = state.new_empty(len(value) + 1, *memory.shape)
         with exact_products(state):
             for span in groups(value):
-                r, decay, k, v, a, b = (_heads_first(x[span]) for x in operands)
+                r, decay, k, v, a, b = (x[span].transpose(2, 3) for x in operands)
                 s = _scores(r, decay, k, a, b, seen)
-                own, fixed, mixing = _own(s, v)
-                for i, chunk in enumerate(range(span.start, span.stop)):
-                    if starts[chunk]:
+                rows, values, reads = _values(v)
+                own = s.scores[..., size:, :size] @ values
+                scaled = torch.empty_like(memories[span])
+                steps = (
+                    memories[span], scaled, s.scale, own, s.left[..., size:, :], s.inverse, reads, rows,
+                    s.right.mT,
+                )  # fmt: skip
+                for fresh, (before, large, scale, seen_own, left, inverse, read, row, right) in each(
+                    starts[span], *steps
+                ):
+                    if fresh:
                         memory = torch.zeros_like(memory)
-                    before[chunk] = memory
-                    scaled = s.scale[i] * memory
-                    memory = s.scale[i] * torch.baddbmm(scaled + fixed[i], mixing[i], scaled)
-                scaled = s.scale * before[span]
-                reads = own + s.inverse @ (s.left[..., size:, :] @ scaled)
-                y = s.scores[..., :size, :] @ torch.cat((v, reads), -2) + s.left[..., :size, :] @ scaled
-                _put(out[span], y)
-        ctx.save_for_backward(before, memory, *operands)
+                    before.copy_(memory)
+                    torch.mul(scale, memory, out=large)
+                    read.copy_(inverse @ torch.baddbmm(seen_own, left, large))
+                    memory = torch.baddbmm(large, right, row).mul_(scale)
+                y = add_products(s.left[..., :size, :] @ scaled, s.scores[..., :size, :], rows)
+                out[span].transpose(2, 3).copy_(y.view(v.shape))
+        memories[-1] = memory
+        ctx.save_for_backward(memories, *operands)
         ctx.starts = starts
         return out, memory.view(state.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        before, after, *operands = ctx.saved_tensors
+        memories, *operands = ctx.saved_tensors
         seen = _seen(grad)
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
         d_memory = grad_state.flatten(0, 1)
         with torch.autocast(grad.device.type, enabled=False), exact_products(grad):
             for span in reversed(list(groups(grad))):
-                following = before[span.stop] if span.stop < len(before) else after
-                own = [_heads_first(x[span]) for x in (*operands, grad)]
-                memories = before[span], following
-                found, d_memory = _group_backward(own, memories, d_memory, seen, ctx.starts[span])
-                for x, one in zip(grads, found, strict=True):
-                    _put(x[span], one)
+                own = [x[span].transpose(2, 3) for x in (*operands, grad)]
+                around = memories[span.start : span.stop + 1]
+                into = [x[span].transpose(2, 3) for x in grads]
+                d_memory = _group_backward(own, around, d_memory, seen, ctx.starts[span], into)
         return None, d_memory.view(grad_state.shape), *grads
-
-
-def _own(s: _Scores, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of chunks that start from nothing: reads U `[.., L, V]` and what they leave, `k~^T v + b~^T U`
-    `[.., K, V]`. And `b~^T (I - Ab)^-1 a~` `[.., K, K]`, by which a chunk mixes the state it starts from."""
-    size = v.shape[-2]
-    own = s.inverse @ (s.scores[..., size:, :size] @ v)
-    fixed = s.right.mT @ torch.cat((v, own), -2)
-    mixing = s.right[..., size:, :].mT @ (s.inverse @ s.left[..., size:, :])
-    return own, fixed, mixing
 
 
 def _group_backward(
     operands: list[Tensor],
-    memories: tuple[Tensor, Tensor],
+    memories: Tensor,
     d_memory: Tensor,
     seen: Tensor,
     starts: Sequence[bool],
-) -> tuple[list[Tensor], Tensor]:
-    """One group of chunks.
+    into: list[Tensor],
+) -> Tensor:
+    """One group of chunks; `d_x` is the gradient of x.
 
     Args:
-        operands: r, log_decay, k, v, a, b and the gradient of o, `[n, X, L, ...]`.
-        memories: the state before each chunk `[n, X, K, V]` and after the last one.
-        d_memory: gradient of the latter.
+        operands: r, log_decay, k, v, a, b and the gradient of o, `[n, B, H, L, ...]` of any layout.
+        memories: the state before each chunk, and after the last one, `[n + 1, X, K, V]`.
+        d_memory: of the latter.
         starts: for each chunk, whether it starts from a zero state.
+        into: places for the gradients of the six operands.
 
     Returns:
-        Gradients of the six operands, and of the state before the first chunk.
+        Gradient of the state before the first chunk.
     """
     r, log_decay, k, v, a, b, grad = operands
-    size = r.shape[-2]
+    size, heads = r.shape[-2], r.shape[1:3]
     s = _scores(r, log_decay, k, a, b, seen)
-    write, read = s.left[..., :size, :], s.left[..., size:, :]
-    late = s.right[..., size:, :]
-    scaled = s.scale * memories[0]
-    reads = s.inverse @ (s.scores[..., size:, :size] @ v + read @ scaled)
-    weights = s.inverse @ read
-    d_reads = s.scores[..., :size, size:].mT @ grad  # from the chunk's own outputs
-    fixed = write.mT @ grad + weights.mT @ d_reads
-    mixing = weights.mT @ late
-    # Through the chunks backwards: gradients of e^-m M after each one, and of log e^m's two uses.
-    d_after = torch.empty_like(scaled)
-    d_total = log_decay.new_empty(*log_decay.shape[:2], log_decay.shape[-1])
-    for i in reversed(range(len(scaled))):
-        after = memories[0][i + 1] if i + 1 < len(scaled) else memories[1]
-        torch.sum(d_memory * after, -1, out=d_total[i])
-        d_after[i] = s.scale[i] * d_memory
-        d_memory = s.scale[i] * torch.baddbmm(fixed[i] + d_after[i], mixing[i], d_after[i])
-        if starts[i]:
+    scaled = s.scale * memories[:-1]
+    rows, values, reads = _values(v)
+    own = add_products(s.scores[..., size:, :size] @ values, s.left[..., size:, :], scaled)
+    reads.copy_(s.inverse @ own)
+    # Gradients of the rows that `left` gives: of o, and of what (I - Ab)^-1 is applied to.
+    d_rows, d_out, d_own = _values(grad)
+    d_reads = s.scores[..., :size, size:].mT @ d_out
+    d_sum = torch.empty_like(scaled)  # of M~ + k~^T v + b~^T U
+    steps = (d_sum, s.scale, d_reads, s.right[..., size:, :], s.inverse.mT, d_own, s.left.mT, d_rows)
+    for fresh, (d_after, scale, d_read, late, inverse, d_solved, left, d_row) in each(starts, *steps)[::-1]:
+        torch.mul(scale, d_memory, out=d_after)
+        d_solved.copy_(inverse @ d_read.baddbmm_(late, d_after))
+        d_memory = torch.baddbmm(d_after, left, d_row).mul_(scale)
+        if fresh:
             d_memory = torch.zeros_like(d_memory)
-    d_solved = s.inverse.mT @ (d_reads + late @ d_after)
-    d_rows = torch.cat((grad, d_solved), -2)
-    rows = torch.cat((v, reads), -2)
     d_scores = (d_rows @ rows.mT).mul_(seen)
-    d_left = d_scores @ s.right + d_rows @ scaled.mT
-    d_right = d_scores.mT @ s.left + rows @ d_after.mT
-    d_v = s.scores[..., :size].mT @ d_rows + s.right[..., :size, :] @ d_after
+    d_left = add_products(d_scores @ s.right, d_rows, scaled.mT)
+    d_right = add_products(d_scores.mT @ s.left, rows, d_sum.mT)
+    d_v = add_products(s.scores[..., :size].mT @ d_rows, s.right[..., :size, :], d_sum)
     # m cancels out of everything, so c can take all of the exponents' gradient.
-    d_left_log, d_right_log = d_left * s.left, d_right * s.right
-    d_before = d_left_log[..., size:, :]
-    d_log = d_left_log[..., :size, :] + d_before - d_right_log[..., :size, :] - d_right_log[..., size:, :]
-    d_log[..., -1, :] += d_total
-    d_decay = d_log.flip(-2).cumsum(-2).flip(-2) - d_before
-    d_r, d_a = d_left[..., :size, :] * s.grow, d_left[..., size:, :] * s.grow_before
-    d_k, d_b = d_right[..., :size, :] / s.grow, d_right[..., size:, :] / s.grow
-    return [d_r, d_decay, d_k, d_v, d_a, d_b], d_memory
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """`[n, B, L, H, D]` to `[n, X, L, D]`."""
-    return x.transpose(2, 3).flatten(1, 2).contiguous()
-
-
-def _put(out: Tensor, y: Tensor) -> None:
-    """Write `y` `[n, X, L, D]` to `out` `[n, B, L, H, D]`."""
-    out.copy_(y.unflatten(1, (out.shape[1], out.shape[3])).transpose(2, 3))
+    d_log, d_before = (d_left * s.left).split(size, -2)
+    d_log = d_log + d_before
+    d_log.addcmul_(d_right[..., :size, :], s.right[..., :size, :], value=-1)
+    d_log.addcmul_(d_right[..., size:, :], s.right[..., size:, :], value=-1)
+    d_log[..., -1, :] += (d_sum * memories[1:]).sum(-1) / s.scale.squeeze(-1)
+    d_decay = log_decay.new_ones(size, size).triu() @ d_log - d_before
+    into[1].copy_(d_decay.unflatten(1, heads))
+    into[3].copy_(d_v.unflatten(1, heads))
+    d_left, d_right, grow, before = (x.unflatten(1, heads) for x in (d_left, d_right, s.grow, s.grow_before))
+    torch.mul(d_left[..., :size, :], grow, out=into[0])
+    torch.mul(d_left[..., size:, :], before, out=into[4])
+    torch.div(d_right[..., :size, :], grow, out=into[2])
+    torch.div(d_right[..., size:, :], grow, out=into[5])
+    return d_memory
