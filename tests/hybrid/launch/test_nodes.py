@@ -103,6 +103,9 @@ def test_a_lost_host_ends_the_job_on_all_and_another_host_goes_on(
         job = Job(net, tiny_recipe, tmp_path, *settings, steps=100_000)
         with job.running([0, 1, 2], "--launcher", launcher) as processes:
             wait_for_steps(processes[0], job.output, 12, job.log(0))
+            while not (job.output / "checkpoints" / "latest").exists():  # written beside training
+                assert processes[0].poll() is None, job.said()
+                time.sleep(0.1)
             getattr(net, fault)(lost)
             begin = time.monotonic()
             for process in processes:
@@ -114,10 +117,11 @@ def test_a_lost_host_ends_the_job_on_all_and_another_host_goes_on(
         survivor = 1
         step = int((job.output / "checkpoints" / "latest").read_text().removeprefix("step_"))
         job.hostfile.write_text(f"{net.addresses[survivor]} slots=1\n")
-        job.arguments[2] = f"train.steps={step + 3}"
+        last = max(line["step"] for line in read_metrics(job.output)) + 3
+        job.arguments[2] = f"train.steps={last}"
         with job.running([survivor], "--launcher", launcher) as processes:
             finish(job, processes)
     lines = [line for line in read_metrics(job.output) if "train/loss" in line]
-    assert [line["step"] for line in lines] == list(range(1, step + 4))
+    assert [line["step"] for line in lines] == list(range(1, last + 1))
     assert len({line["run"] for line in lines[:step]}) == 1
     assert {line["run"] for line in lines[step:]} != {lines[0]["run"]}
