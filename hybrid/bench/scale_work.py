@@ -54,7 +54,7 @@ class Sizes:
 
 
 QUICK = Sizes(
-    heads=1, context=64, rounds=1, loop_steps=3, saves=1,
+    heads=1, context=64, batch=2, rounds=1, loop_steps=3, saves=1,
     long=Long("KF", tokens=1024, hidden=32, heads=2, rounds=1),
 )  # fmt: skip
 
