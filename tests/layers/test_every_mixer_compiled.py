@@ -23,6 +23,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    """Nothing that an interrupted run left half written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
 def make(kind):
     torch.manual_seed(0)
     block = Block(ModelSection(hidden_size=HIDDEN), fresh(kind))
@@ -47,7 +55,7 @@ def test_values_and_gradients_of_training(kind):
         assert (found is None) == (expected is None)
         if found is not None:
             scale = max(1.0, float(expected.detach().abs().max()))
-            torch.testing.assert_close(found, expected, atol=1e-5 * scale, rtol=0)
+            torch.testing.assert_close(found, expected, atol=1e-4 * scale, rtol=0)
 
 
 @pytest.mark.slow
