@@ -146,6 +146,24 @@ class SequenceCut:
             y = torch.cat((y, y.new_zeros(x.numel())))
         return y.view(x.shape)
 
+    def hand_on(self, step: int, x: Tensor, count: int) -> Tensor:
+        """From rank `step` to the next; all ranks take part in all steps, from 0 to S - 2.
+
+        Args:
+            x: on rank `step` at most `count` numbers, which zeros follow; on others nothing.
+
+        Returns:
+            On the next rank the `count` numbers, on others none. To be given to the next step, or what that
+            gets depends on: so the backward pass takes the steps in reverse.
+        """
+        sends, receives = [0] * self.size, [0] * self.size
+        if self.rank == step:
+            sends[step + 1] = count
+            x = torch.cat((x, x.new_zeros(count - x.numel())))
+        if self.rank == step + 1:
+            receives[step] = count
+        return self._exchange("hand_on", x, sends, receives)
+
     def halo(self, *chunks: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """For what looks one token back.
 

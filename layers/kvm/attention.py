@@ -228,18 +228,10 @@ def _within_chunk(
     call: Call, queries: Queries, k: Tensor, v: Tensor, gate: Tensor | None, state: KVMState
 ) -> tuple[Tensor, KVMState, Routes]:
     """A call whose tokens all lie in one chunk, such as a token to decode: no grid, and nothing is padded."""
-    spec, position, tokens = call.spec, state.position, k.shape[1]
-    number = position // spec.chunk - spec.window_chunks  # of the update whose slots this chunk reads
-    nothing = first_slots(k.new_empty(k.shape[0], k.shape[2], 0, 1), margins=call.margins)
-    made = _routes(nothing, spec.coverage(position))
-    if position % spec.chunk == 0 and number >= 0:
-        if number > 0:
-            made = _update(call, state, number)
-        state.drop(spec.chunk)
-    if position < spec.chunk:
-        made = _found(call, state, k, v, gate)
-    held = state.held
-    state.push(k, v, gate)
+    spec, tokens = call.spec, k.shape[1]
+    number = state.position // spec.chunk - spec.window_chunks  # of the update whose slots this chunk reads
+    made = _enter(call, state, k, v, gate)
+    held = state.held - tokens
     parts = [Part(k_tokens=slice(0, held))] if held else []
     parts.append(Part(k_tokens=slice(held, None), mask=Mask.LOWER))
     if tokens == 1:
@@ -253,6 +245,53 @@ def _within_chunk(
     if mass is not None:
         call.note(state.slots, spec.coverage(state.position), mass)
     return y, state, made
+
+
+def _enter(call: Call, state: KVMState, k: Tensor, v: Tensor, gate: Tensor | None) -> Routes:
+    """Take tokens of one chunk into the state: first what leaves the window for them, then themselves."""
+    spec, position = call.spec, state.position
+    nothing = first_slots(k.new_empty(k.shape[0], k.shape[2], 0, 1), margins=call.margins)
+    made = _routes(nothing, spec.coverage(position))
+    number = position // spec.chunk - spec.window_chunks
+    if position % spec.chunk == 0 and number >= 0:
+        if number > 0:
+            made = _update(call, state, number)
+        state.drop(spec.chunk)
+    if position < spec.chunk:
+        made = _found(call, state, k, v, gate)
+    state.push(k, v, gate)
+    return made
+
+
+def read_on(
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    *,
+    spec: KVMSpec,
+    state: KVMState,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    routes: Routes | None = None,
+) -> tuple[KVMState, Routes]:
+    """The state after more tokens, and the decisions made, as `kvm_attention` has them, without attending.
+
+    Arguments are those of `kvm_attention`.
+    """
+    wide = torch.promote_types(k.dtype, torch.float32)
+    gate = gate.to(wide) if gate is not None and spec.gated else None
+    norm = Norm(norm_weight.to(wide), norm_bias.to(wide))
+    call = Call(spec, norm, 1.0, routes, False, None)
+    state, tokens, made = _taken(state), k.shape[1], []
+    room = spec.chunk - state.position % spec.chunk
+    cuts = [min(room, tokens), *[spec.chunk] * ((tokens - room) // spec.chunk)]
+    if rest := tokens - sum(cuts):
+        cuts.append(rest)
+    gates = [None] * len(cuts) if gate is None else gate.split(cuts, 1)
+    with torch.autocast(k.device.type, enabled=False):
+        for piece in zip(k.split(cuts, 1), v.split(cuts, 1), gates, strict=True):
+            made.append(_enter(call, state, *piece))
+    return state, _joined(made)
 
 
 def _update(call: Call, state: KVMState, number: int) -> Routes:

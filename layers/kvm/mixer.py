@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base import Context, Flops, LayerError, always_used, initialise, is_count, require
+from ..base import Context, Flops, LayerError, Site, always_used, initialise, is_count, require
 from ..cut import SequenceCut
 from ..norms import LayerNorm, compute_dtype
 from ..projections import Heads, Projected, ProjectedMixer, ProjectedState, ProjectionOptions
 from ..registry import register
 from .attention import KVMSpec, KVMState, kvm_attention
 from .budget import MODES, Budget
+from .hand_off import Tokens, cut_attention, handed_numbers
 
 
 @dataclass
@@ -162,22 +163,23 @@ class KVM(ProjectedMixer):
         gate = None if logits is None else _gate(logits)
         layer, routes = self.site.layer, context.routes
         statistics: dict[str, Tensor] | None = None if context.statistics is None else {}
-        y, operator, made = kvm_attention(
-            q,
-            k,
-            v,
-            gate,
-            spec=self.spec,
-            norm_weight=self.ln_s_k.weight,
-            norm_bias=self.ln_s_k.bias,
-            front_temperature=self._temperature("front", context),
-            state_temperature=self._temperature("state", context),
-            state=None if state is None else state.operator,
-            lengths=context.whole,
-            routes=None if routes is None else routes.get(layer),
-            want_state=context.want_state,
-            statistics=statistics,
-        )
+        settings: dict[str, Any] = {
+            "spec": self.spec,
+            "norm_weight": self.ln_s_k.weight,
+            "norm_bias": self.ln_s_k.bias,
+            "front_temperature": self._temperature("front", context),
+            "state_temperature": self._temperature("state", context),
+            "routes": None if routes is None else routes.get(layer),
+            "statistics": statistics,
+        }
+        operator: KVMState | None = None
+        made: Any
+        if context.cut is not None and not self._by_heads(context):
+            y, made = cut_attention(Tokens(q, k, v, gate), context.cut, **settings)
+        else:
+            settings |= {"lengths": context.whole, "want_state": context.want_state}
+            start = None if state is None else state.operator
+            y, operator, made = kvm_attention(q, k, v, gate, state=start, **settings)
         # Sequences no longer than the window reach none of these.
         y = always_used(y, self.ln_s_k.weight, self.ln_s_k.bias, *(() if gate is None else (gate,)))
         if routes is not None:
@@ -188,6 +190,37 @@ class KVM(ProjectedMixer):
         if operator is None:
             return y, None
         return y, KVMLayerState(operator.position, *shift, operator)
+
+    @classmethod
+    def hands_on(cls, options: Any, site: Site, size: int) -> bool:
+        """Whether its state goes from rank to rank, as its heads cannot be shared out."""
+        heads, shared, *_ = cls.heads(options, site.hidden_size)
+        return bool(heads % size or (shared % size and size % shared))
+
+    @classmethod
+    def check_cut(cls, options: Any, site: Site, size: int, tokens: int) -> None:
+        if not cls.hands_on(options, site, size):
+            super().check_cut(options, site, size, tokens)
+        elif tokens % size:
+            raise LayerError(
+                f"layer {site.layer} ({cls.kind}): {tokens} tokens do not divide over {size} ranks"
+            )
+
+    def _by_heads(self, context: Context) -> bool:
+        cut = context.cut
+        return cut is not None and not self.hands_on(self.options, self.site, cut.size)
+
+    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+        """Where its heads cannot be shared out, each rank but the last sends the next one its state, in at
+        least fp32, and its last token for the token shift."""
+        if not self.hands_on(self.options, self.site, size):
+            return super().cut_bytes(rows, tokens, size, element_size)
+        shape = rows, self.num_kv_heads, self.head_dim
+        ends = range(tokens // size, tokens, tokens // size)
+        moved = sum(handed_numbers(self.spec, end, *shape) for end in ends) * max(element_size, 4)
+        if self.options.token_shift:
+            moved += rows * (size - 1) * (self.q_width + 2 * self.kv_width) * element_size
+        return moved
 
     def _temperature(self, of: str, context: Context) -> Tensor | None:
         """`front` (the window's) or `state`: of the heads at hand."""
@@ -245,10 +278,7 @@ class KVM(ProjectedMixer):
 
     def state_bytes(self, context_length: int, element_size: int = 4) -> int:
         wide = max(element_size, 4)
-        window_start = self.spec.window_start(context_length)
-        slots = min(context_length, self.spec.chunk)
-        if window_start:
-            slots = self.spec.slots_after(window_start // self.spec.chunk - 1)
+        window_start, slots = self.spec.window_start(context_length), self.spec.slots_at(context_length)
         slot = self.num_kv_heads * (2 * self.head_dim + 1) * wide
         token = 2 * self.kv_width * element_size + (self.num_kv_heads * wide if self.spec.gated else 0)
         held = slots * slot + (context_length - window_start) * token

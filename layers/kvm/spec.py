@@ -84,6 +84,11 @@ class KVMSpec:
             next(sizes)
         return next(sizes)
 
+    def slots_at(self, position: int) -> int:
+        """Slots of the state after `position` tokens."""
+        start = self.window_start(position)
+        return self.slots_after(start // self.chunk - 1) if start else min(position, self.chunk)
+
     def window_start(self, position: int) -> int:
         """First of the tokens kept exactly after `position` tokens: where the last one's window starts."""
         return max(0, (-(-position // self.chunk) - self.window_chunks) * self.chunk)

@@ -25,8 +25,13 @@ DRAWN = ["".join(random.Random(seed).choices(LETTERS, k=5)) for seed in range(4)
 Result = tuple[float, int, dict[str, Tensor]]
 
 
+HANDED = "RKKW"
+"""A pattern whose KVM layers have three heads, which no test's ranks can share."""
+
+
 def model_of(pattern: str, again: bool) -> HybridLM:
-    model = mini(pattern).double()
+    three = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 16}
+    model = (mini(pattern, layers={"K": three}) if pattern == HANDED else mini(pattern)).double()
     model.activation_checkpointing = again
     return model
 
@@ -58,6 +63,8 @@ def on_rank(pattern: str, again: bool) -> list[Result]:
     [
         ("RGDM", 2, False),
         ("MRDGR", 4, True),
+        (HANDED, 2, True),
+        (HANDED, 4, False),
         *((drawn, 2 + 2 * (i % 2), i > 1) for i, drawn in enumerate(DRAWN)),
     ],
 )

@@ -87,7 +87,7 @@ def test_without_token_shift_and_gates(two_ranks: Any, kind: str):
     check(two_ranks, kind, "packed", token_shift=False, gate_keys=False, gate_values=False)
 
 
-@pytest.mark.parametrize("kind", ["full", "block_window", "kvm"])
+@pytest.mark.parametrize("kind", ["full", "block_window", "ovq"])
 @pytest.mark.parametrize(
     ("heads", "shared", "length", "size", "fault"),
     [
@@ -140,3 +140,40 @@ def test_another_number_of_heads_in_one_process(two_ranks: Any):
     """T012: nothing is left over from an earlier layer."""
     for heads in (8, 12):
         check(two_ranks, "full", "equal", num_heads=heads, num_kv_heads=heads // 2, head_dim=4)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (4, {"num_heads": 3, "num_kv_heads": 1, "head_dim": 8}),
+        (4, {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "chunk": 6}),  # ranks begin inside chunks
+        (2, {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8, "gate_keys": False, "gate_values": False}),
+        (
+            4,
+            {
+                "num_heads": 1,
+                "num_kv_heads": 1,
+                "head_dim": 8,
+                "chunk": 5,
+                "window_chunks": 1,
+                "token_shift": False,
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_kvm_hands_its_state_on_where_heads_cannot_be_shared(
+    rank_pools: Any, row: str, size: int, changes: dict[str, Any]
+):
+    """T012: more ranks than heads."""
+    check(rank_pools(size), "kvm", row, **changes)
+
+
+def test_kvm_needs_only_tokens_that_divide():
+    options = small_options("kvm", num_heads=6, num_kv_heads=6, head_dim=4)
+    KVM = mixer_class("kvm")
+    KVM.check_cut(options, Site(HIDDEN), 4, 128)
+    with pytest.raises(LayerError, match="130 tokens do not divide over 4 ranks"):
+        KVM.check_cut(options, Site(HIDDEN), 4, 130)

@@ -1,0 +1,147 @@
+"""KVM attention of a sequence cut over ranks, its state handed on from rank to rank.
+
+Only routing and accumulating are sequential. A rank that has got the state before its chunk takes its own
+tokens through these two steps, hands the state on, and then attends at the same time as all others. In the
+backward all take back their attention first; then the gradients of the states go the other way. So a rank
+keeps its own tokens and all heads, and there may be more ranks than heads.
+
+Shapes: B sequences, t tokens of a rank's chunk, H query heads, G key/value heads, D head size, S ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base import always_used
+from ..cut import SequenceCut
+from .attention import KVMSpec, KVMState, Routes, kvm_attention, read_on
+
+
+class Tokens(NamedTuple):
+    """Of one call: queries `[B, t, H, D]`, keys and values `[B, t, G, D]`, gates `[B, t, G]` or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+
+    def split(self, lengths: Sequence[int]) -> list[Tokens]:
+        gates = [None] * len(lengths) if self.gate is None else self.gate.split(list(lengths), 1)
+        parts = (x.split(list(lengths), 1) for x in self[:3])
+        return [Tokens(*some) for some in zip(*parts, gates, strict=True)]
+
+
+def handed_numbers(spec: KVMSpec, position: int, batch: int, heads: int, size: int) -> int:
+    """Numbers that are handed on after `position` tokens at most: slots, window and its gates."""
+    slots = heads * (2 * size + 1) * spec.slots_at(position)
+    window = heads * (2 * size + int(spec.gated)) * min(position, spec.window_chunks * spec.chunk)
+    return batch * (slots + window)
+
+
+def cut_attention(
+    tokens: Tokens, cut: SequenceCut, spec: KVMSpec, *, routes: list[Routes] | None, **settings: Any
+) -> tuple[Tensor, list[Routes]]:
+    """`kvm_attention` for this rank's chunk.
+
+    Args:
+        routes: decisions to replay, as an earlier call returned them.
+        settings: of `kvm_attention`.
+
+    Returns:
+        `[B, t, H, D]`, and the decisions: one entry for each call that was made.
+    """
+    replay = list(routes or [])
+    pieces = list(cut.lengths or (cut.length,))
+    calls: list[list[int]] = []
+    hands_on = cut.rank + 1 < cut.size and cut.chunks[cut.rank + 1].carried > 0
+    # The first piece has a state, the last one leaves one, those between are documents of their own.
+    alone = {0} if cut.continues else set()
+    alone |= {len(pieces) - 1} if hands_on else set()
+    for index, length in enumerate(pieces):
+        if calls and index not in alone and index - 1 not in alone:
+            calls[-1].append(length)
+        else:
+            calls.append([length])
+    parts = tokens.split([sum(lengths) for lengths in calls])
+
+    state, last, handed = _pass_on(parts[-1], cut, spec, hands_on, len(calls) == 1, replay[-1:], settings)
+    outputs, made = [], []
+    for index, (part, lengths) in enumerate(zip(parts, calls, strict=True)):
+        known = handed if index == len(calls) - 1 and handed else replay[index] if replay else None
+        start = state if index == 0 else None
+        # After the attention's backward, as that is when the states' gradients may be waited for.
+        q = always_used(part.q, last) if index == 0 else part.q
+        y, _, own = kvm_attention(
+            q, *part[1:], spec=spec, state=start, lengths=lengths if len(lengths) > 1 else (), routes=known,
+            want_state=False, **settings,
+        )  # fmt: skip
+        outputs.append(y)
+        made.append(known or own)
+    return torch.cat(outputs, 1), made
+
+
+def _pass_on(
+    tokens: Tokens,
+    cut: SequenceCut,
+    spec: KVMSpec,
+    hands_on: bool,
+    same: bool,
+    replay: list[Routes],
+    settings: dict[str, Any],
+) -> tuple[KVMState | None, Tensor, Routes | None]:
+    """Get the state from the rank before, read this rank's last piece, and hand its state on.
+
+    `same`: the last piece is also the first one, which the state got is for. Returns that state (None where
+    this rank begins with a document), the last exchange's result, and the decisions made.
+    """
+    batch, _, heads, size = tokens.k.shape
+    wide = torch.promote_types(tokens.k.dtype, torch.float32)
+    # Of the keys, so that every rank's exchanges are in its graph.
+    moving = tokens.k.flatten()[:0].to(wide)
+    state: KVMState | None = None
+    made: Routes | None = None
+    got = moving
+    for step in range(cut.size - 1):
+        if step == cut.rank and hands_on:
+            begin = state.fork() if state is not None and same else KVMState.empty(tokens.k, spec.gated)
+            after, made = read_on(
+                *tokens[1:], spec=spec, state=begin, routes=replay[0] if replay else None,
+                norm_weight=settings["norm_weight"], norm_bias=settings["norm_bias"],
+            )  # fmt: skip
+            moving = always_used(_packed(after, wide), moving)  # even where a document begins here
+        count = handed_numbers(spec, (step + 1) * cut.length, batch, heads, size)
+        moving = cut.hand_on(step, moving, count)
+        if step + 1 == cut.rank and cut.continues:
+            state = _unpacked(moving, tokens.k, spec, cut.carried)
+        if step + 1 == cut.rank:
+            got, moving = moving, moving[:0]
+    return state, moving if cut.rank + 1 < cut.size else got, made
+
+
+_FIELDS = ("key_sums", "value_sums", "radius", "window_k", "window_v", "window_gate")
+
+
+def _packed(state: KVMState, dtype: torch.dtype) -> Tensor:
+    held = state.tensors()
+    return torch.cat([held[name].flatten().to(dtype) for name in _FIELDS if name in held])
+
+
+def _unpacked(numbers: Tensor, like: Tensor, spec: KVMSpec, position: int) -> KVMState:
+    """The state after `position` tokens, for keys as `like` `[B, *, G, D]`."""
+    batch, _, heads, size = like.shape
+    slots, held = spec.slots_at(position), position - spec.window_start(position)
+    shapes: list[tuple[int, ...]] = [(batch, heads, slots, n) for n in (size, size, 1)]
+    shapes += [(batch, held, heads, size)] * 2
+    if spec.gated:
+        shapes.append((batch, held, heads))
+    sizes = [math.prod(shape) for shape in shapes]
+    pieces = numbers[: sum(sizes)].split(sizes)
+    fields = {name: x.view(shape) for name, x, shape in zip(_FIELDS, pieces, shapes, strict=False)}
+    for name in ("window_k", "window_v"):
+        fields[name] = fields[name].to(like.dtype)
+    return KVMState(position, slots, held, **fields)
