@@ -272,8 +272,7 @@ def test_statistics_are_left_by_the_layers_that_have_them():
     statistics = {}
     model, text = mini(), ids(100)
     model(text, labels=text, statistics=statistics)
-    assert statistics
-    assert all(name.startswith("0/") for name in statistics)
+    assert {name.partition("/")[0] for name in statistics} == {"0", "1"}  # of KVM and RWKV-7
     assert all(torch.as_tensor(value).isfinite().all() for value in statistics.values())
 
 

@@ -75,7 +75,7 @@ def check(pool: Any, kind: str, row: str, **changes: Any) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "average"])
 def test_a_cut_sequence_is_mixed_as_a_whole_one(rank_pools: Any, kind: str, size: int, row: str):
     """T012: two key/value heads over four ranks too."""
     check(rank_pools(size), kind, row)
@@ -87,7 +87,7 @@ def test_without_token_shift_and_gates(two_ranks: Any, kind: str):
     check(two_ranks, kind, "packed", token_shift=False, gate_keys=False, gate_values=False)
 
 
-@pytest.mark.parametrize("kind", ["full", "block_window", "ovq"])
+@pytest.mark.parametrize("kind", ["full", "block_window"])
 @pytest.mark.parametrize(
     ("heads", "shared", "length", "size", "fault"),
     [
@@ -177,3 +177,8 @@ def test_kvm_needs_only_tokens_that_divide():
     KVM.check_cut(options, Site(HIDDEN), 4, 128)
     with pytest.raises(LayerError, match="130 tokens do not divide over 4 ranks"):
         KVM.check_cut(options, Site(HIDDEN), 4, 130)
+
+
+def test_another_packages_layer_that_does_not_know_how_is_refused():
+    with pytest.raises(LayerError, match=r"layer 0 \(average\) has no way to cut a sequence over 2 ranks"):
+        mixer_class("average").check_cut(small_options("average"), Site(HIDDEN), 2, T)
