@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .initialise import normal_linears, orthogonal
-from .layers.base import Context, Flops, Mixer, Site, initialise
+from .layers import Context, Flops, Mixer, Site, initialise
 from .layers.cut import SequenceCut
 from .layers.norms import make_norm
 from .layers.shift import Last, last_token, shift_ramp, token_shift

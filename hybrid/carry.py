@@ -16,8 +16,7 @@ def problem(recipe: Recipe, layers: list[LayerSpec]) -> str | None:
         return None
     import torch
 
-    from .layers.base import Site
-    from .layers.registry import mixer_class
+    from .layers import Site, mixer_class
 
     for index, spec in enumerate(layers):
         with torch.device("meta"):

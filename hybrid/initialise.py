@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from .layers.base import initialise
+from .layers import initialise
 
 INITS = ("paper", "normal")
 NORMAL_STD = 0.02

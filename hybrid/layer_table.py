@@ -121,12 +121,12 @@ class LayerTable:
         return letters
 
     def _bind(self, letter: str) -> None:
-        from .layers import registry  # imports torch
+        from .layers import kinds  # imports torch
 
         entry = dict(self.own.get(letter, {}))
         kind = entry.pop("kind", None) or DEFAULT_LETTERS.get(letter)
         key = ("layers", letter)
-        known = registry.kinds()
+        known = kinds()
         if kind is None:
             self._problem(f"needs a kind: {', '.join(known)}", *key)
         elif not isinstance(kind, str):
@@ -181,17 +181,16 @@ class LayerTable:
 
     def _check_defaults(self) -> None:
         """A default that no kind has is a slip of the pen; one for a kind not in this pattern is not."""
-        from .layers import registry
+        from .layers import kinds
 
-        known = {name for mixer in registry.kinds().values() for name in option_types(mixer.Options)}
+        known = {name for mixer in kinds().values() for name in option_types(mixer.Options)}
         for name in self.model.defaults:
             if name not in known:
                 self._problem(f"no kind of layer has this option{nearest(name, known)}", "defaults", name)
 
     def _check_sites(self) -> None:
         """What the kinds refuse: options that do not fit the hidden size, unequal shared values."""
-        from .layers import registry
-        from .layers.base import LayerError, Site
+        from .layers import LayerError, Site, mixer_class
 
         site = Site(self.model.hidden_size, 0, max(1, len(self.letters)))
         widths: dict[str, tuple[str, int]] = {}
@@ -199,7 +198,7 @@ class LayerTable:
             if letter not in self.options:
                 continue  # said already
             kind, options = self.kinds[letter], self.options[letter]
-            mixer = registry.mixer_class(kind)
+            mixer = mixer_class(kind)
             try:
                 mixer.check(options, site)
                 width = mixer.value_width(options, site)
@@ -218,14 +217,13 @@ class LayerTable:
 
     def cut_problems(self, size: int, tokens: int) -> list[str]:
         """Why sequences of `tokens` cannot be cut over `size` ranks, by letter; the table has no faults."""
-        from .layers import registry
-        from .layers.base import LayerError, Site
+        from .layers import LayerError, Site, mixer_class
 
         found = []
         for letter in dict.fromkeys(self.letters):
             site = Site(self.model.hidden_size, self.letters.index(letter), len(self.letters))
             try:
-                registry.mixer_class(self.kinds[letter]).check_cut(self.options[letter], site, size, tokens)
+                mixer_class(self.kinds[letter]).check_cut(self.options[letter], site, size, tokens)
             except LayerError as error:
                 found.append(f"{size} ranks per sequence: {error}")
         return found

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from .block import Block, ModelError
 from .initialise import INITS, embedding, head
 from .layer_table import LayerSpec, layer_specs
-from .layers.base import Context, Flops, LayerError, Mixer, Site, initialise
+from .layers import Context, Flops, LayerError, Mixer, Site, initialise, mixer_class
 from .layers.cut import SequenceCut
 from .layers.norms import make_norm
-from .layers.registry import mixer_class
 from .loss import IGNORE, Head, Loss
 from .schema import ModelSection, Recipe
 from .state import BlockState, HybridState, StateError

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from . import state_file
-from .layers.base import MixerState
-from .layers.registry import kinds
+from .layers import MixerState, kinds
 from .state_file import StateError
 
 __all__ = ["BlockState", "HybridState", "StateError"]

@@ -8,8 +8,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from .base import Context, Flops, always_used, is_count, require
+from .base import Flops
+from .context import Context
 from .cut import SequenceCut
+from .errors import is_count, require
+from .parameters import always_used
 from .projections import Projected, ProjectedMixer, ProjectedState, ProjectionOptions
 from .registry import register
 from .softmax import attention, block_window_attention

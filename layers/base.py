@@ -13,33 +13,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from .context import Context
 from .documents import mix_documents
-
-if TYPE_CHECKING:
-    from .cut import SequenceCut
+from .errors import LayerError, shown
 
 S = TypeVar("S", bound="MixerState")
-
-
-class LayerError(ValueError):
-    """Options or inputs that a layer cannot take; the message names them and what is allowed."""
-
-
-def require(condition: bool, option: str, value: Any, allowed: str) -> None:
-    """LayerError naming the option, its value and what is allowed, unless `condition` holds."""
-    if not condition:
-        raise LayerError(f"{option} is {value!r}; allowed: {allowed}")
-
-
-def is_count(value: Any, least: int = 1) -> bool:
-    """Whether `value` is a whole number (not a bool) of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True)
@@ -70,123 +53,6 @@ class Flops:
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.differentiable + other.differentiable, self.routing + other.routing)
-
-
-@dataclass
-class Context:
-    """What one call knows beside `x`; built by the model for each call, or by `Context.of` for one layer."""
-
-    cu_seqlens: Tensor | None = None
-    """Borders of documents packed in a row `[1, T]`: int32 `[N + 1]`, first 0, last T. None: equal rows."""
-    lengths: tuple[int, ...] = ()
-    """The packed documents' lengths on the host; empty for equal rows."""
-    want_state: bool = True
-    embedding: Tensor | None = None
-    """Token embeddings after this layer's own norm `[B, T, C]`: what a first-of-kind layer computes the
-    shared value from. None: the layer's input itself (a layer used alone)."""
-    first_values: dict[str, Tensor] = field(default_factory=dict)
-    """Registry kind -> values of its first layer `[B, T, G * D]`; that layer writes, later ones read."""
-    routes: dict[int, Any] | None = None
-    """Layer index -> routing decisions. A layer found here replays them, another records its own;
-    None: neither. For a packed row with state they are a list, one entry per document."""
-    tables: dict[Any, Any] = field(default_factory=dict)
-    """What layers of this call compute alike, by a key of their own: rotary tables."""
-    statistics: dict[str, Tensor] | None = None
-    """Where mixers leave scalars for monitoring, keyed `layer_index/name`; None: do not compute them."""
-    cut: SequenceCut | None = None
-    """How the row is cut over ranks. Then x and the fields above are of this rank's chunk alone, whose first
-    piece may go on with the document that the rank before ends with (`cut.continues`)."""
-
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        cu_seqlens: Tensor | None = None,
-        *,
-        want_state: bool = True,
-        cut: SequenceCut | None = None,
-        **more: Any,
-    ) -> Context:
-        """Context of a call with input `x` `[B, T, ...]`; with a `cut`, which knows the documents, `x` is
-        this rank's chunk.
-
-        Raises LayerError when there are no tokens, `cu_seqlens` does not cut the row into non-empty
-        documents, or the chunk is not what `cut` says.
-        """
-        if x.shape[0] < 1 or x.shape[1] < 1:
-            raise LayerError(f"a call needs at least one sequence and one token, got shape {tuple(x.shape)}")
-        if cut is not None:
-            if cu_seqlens is not None:
-                raise LayerError("a row cut over ranks has its documents in the cut: leave cu_seqlens out")
-            if cut.lengths:
-                borders = [0, *accumulate(cut.lengths)]
-                cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
-        found = cls(cu_seqlens, document_lengths(cu_seqlens, x), want_state, cut=cut, **more)
-        found.refuse_chunk(x)
-        return found
-
-    def note(self, layer: int, **values: Tensor) -> None:
-        """Leave the means of `values` as the layer's scalars, where `statistics` is wanted."""
-        assert self.statistics is not None
-        self.statistics.update({f"{layer}/{name}": x.detach().float().mean() for name, x in values.items()})
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """The documents' lengths in the whole row, be it cut over ranks or not."""
-        return self.lengths if self.cut is None else self.cut.whole
-
-    def refuse_chunk(self, x: Tensor) -> None:
-        """LayerError unless `x` is a chunk as the cut, if there is one, has them, and no state is wanted."""
-        if self.cut is None:
-            return
-        if x.shape[1] != self.cut.length:
-            raise LayerError(
-                f"{x.shape[1]} tokens on rank {self.cut.rank}; {self.cut.tokens} tokens over {self.cut.size} "
-                f"ranks are {self.cut.length} each"
-            )
-        if self.want_state:
-            raise LayerError("no state is kept of a sequence cut over ranks: set want_state to False")
-
-    def alone(self, index: int) -> Context:
-        """The context of one packed document without what it has for every token: its own routes."""
-        routes = None
-        if self.routes is not None:
-            routes = {layer: kept[index] for layer, kept in self.routes.items() if isinstance(kept, list)}
-        return replace(
-            self, cu_seqlens=None, lengths=(), embedding=None, first_values={}, routes=routes, tables={}
-        )
-
-    def keep_routes(self, layer: int, routes: list[Any]) -> None:
-        """Record a layer's routing decisions, one entry per packed document."""
-        if self.routes is not None and routes[0] is not None:
-            self.routes[layer] = routes
-
-
-def document_lengths(cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, ...]:
-    """Lengths of the documents packed in `x` `[1, T, ...]`, on the host; empty without `cu_seqlens`."""
-    if cu_seqlens is None:
-        return ()
-    whole = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in (torch.int32, torch.int64)
-    if not whole or cu_seqlens.ndim != 1:
-        raise LayerError(f"cu_seqlens must be one row of int32 in a tensor, got {_shown(cu_seqlens)}")
-    borders = cu_seqlens.tolist()
-    if x.shape[0] != 1:
-        raise LayerError(f"cu_seqlens needs one packed row, got a batch of {x.shape[0]}")
-    if len(borders) < 2 or borders[0] != 0 or borders[-1] != x.shape[1]:
-        raise LayerError(f"cu_seqlens must run from 0 to the row's {x.shape[1]} tokens, got {borders}")
-    lengths = tuple(end - start for start, end in pairwise(borders))
-    for index, length in enumerate(lengths):
-        if length < 1:
-            raise LayerError(
-                f"document {index} of the packed row has {length} tokens (cu_seqlens {borders}); "
-                "leave empty documents out"
-            )
-    return lengths
-
-
-def _shown(value: Any) -> str:
-    """What was given, in a few words."""
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 @dataclass
@@ -277,48 +143,6 @@ class MixerState:
             )
 
 
-def initialise(parameter: Tensor, init: Callable[[Tensor], Any]) -> None:
-    """Fill `parameter` in place by `init`, which gets an fp32 tensor of its full shape.
-
-    The values do not depend on the parameter's dtype, nor on how FSDP2 shards it (every rank draws the
-    full tensor and keeps its part; torch's own orthogonal init cannot write into a DTensor). On the meta
-    device it does nothing.
-    """
-    if parameter.is_meta:
-        return
-    value = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-    with torch.no_grad():
-        init(value)
-        if hasattr(parameter, "device_mesh"):
-            from torch.distributed.tensor import DTensor, distribute_tensor
-
-            assert isinstance(parameter, DTensor)
-            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-        parameter.copy_(value)
-
-
-class _AlwaysUsed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, *tensors: Tensor) -> Tensor:
-        # Not the tensors themselves: ZeRO-3 has taken a parameter apart by the time of the backward.
-        ctx.like = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.like)
-
-
-def always_used(y: Tensor, *tensors: Tensor) -> Tensor:
-    """`y` itself, through which `tensors` get at least a zero gradient.
-
-    For parameters that some inputs do not reach: data-parallel training goes wrong where a parameter has a
-    gradient on one rank and none on another. Where a submodule owns the parameter give its output instead,
-    so that the gradient comes to it the usual way.
-    """
-    return _AlwaysUsed.apply(y, *tensors) if torch.is_grad_enabled() else y
-
-
 class Mixer(nn.Module):
     """Base of all token mixers: built as `Kind(options, site)`; a subclass gives `mix` and the accounts."""
 
@@ -400,7 +224,7 @@ class Mixer(nn.Module):
         if states is None:
             return [None] * len(context.lengths)
         if not isinstance(states, list | tuple):
-            raise LayerError(f"a packed row takes a list of states, one per document, got {_shown(states)}")
+            raise LayerError(f"a packed row takes a list of states, one per document, got {shown(states)}")
         if len(states) != len(context.lengths):
             raise LayerError(f"{len(states)} states for {len(context.lengths)} packed documents")
         checked = [None if state is None else self._checked(state, 1) for state in states]
@@ -408,7 +232,7 @@ class Mixer(nn.Module):
 
     def _checked(self, state: Any, batch: int) -> MixerState:
         if not isinstance(state, self._state_type):
-            raise LayerError(f"state must be a {self._state_type.__name__}, got {_shown(state)}")
+            raise LayerError(f"state must be a {self._state_type.__name__}, got {shown(state)}")
         state.refuse_batch(batch)
         return state
 
@@ -416,7 +240,7 @@ class Mixer(nn.Module):
         """LayerError unless `x` is `[B, T, C]` in the parameters' dtype (any under autocast)."""
         width = self.site.hidden_size
         if x.ndim != 3 or x.shape[-1] != width:
-            raise LayerError(f"x must be [batch, tokens, {width}], got {_shown(x)}")
+            raise LayerError(f"x must be [batch, tokens, {width}], got {shown(x)}")
         if not x.is_floating_point() or not (
             any(parameter.dtype == x.dtype for parameter in self.parameters())
             or torch.is_autocast_enabled(x.device.type)

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import LayerError, always_used
+from .errors import LayerError
+from .parameters import always_used
 
 
 class Chunk(NamedTuple):

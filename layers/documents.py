@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .context import Context
+
 if TYPE_CHECKING:
-    from .base import Context, Mixer
+    from .base import Mixer
 
 Lengths = tuple[int, ...]
 

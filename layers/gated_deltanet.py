@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Context, Flops, LayerError, Mixer, MixerState, Site, initialise, is_count, require
+from .base import Flops, Mixer, MixerState, Site
+from .context import Context
+from .errors import LayerError, is_count, require
 from .linear.across import AcrossRanks, states_bytes
 from .linear.decay import reset_decay_rate, reset_time_step
 from .linear.delta_rule import gated_delta_rule
 from .linear.short_conv import ShortConv, last_of_rank, refuse_short_chunks
 from .norms import RMSNorm, compute_dtype
+from .parameters import initialise
 from .registry import register
 
 DELTA_RULE = AcrossRanks(gated_delta_rule)

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import initialise, require
+from .errors import require
 from .gated_deltanet import DeltaMixer, DeltaOptions
 from .linear.decay import reset_decay_rate, reset_time_step
 from .norms import compute_dtype
+from .parameters import initialise
 from .registry import register
 
 

@@ -9,13 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Context, Flops, LayerError, Mixer, MixerState, Site, initialise, is_count, require
+from .base import Flops, Mixer, MixerState, Site
+from .context import Context
+from .errors import LayerError, is_count, require
 from .gated_deltanet import check_eps, reset_linear
 from .linear.across import DecayAcrossRanks, states_bytes
 from .linear.decay import reset_decay_rate, reset_time_step
 from .linear.short_conv import ShortConv, last_of_rank, refuse_short_chunks
 from .linear.ssd import ssd
 from .norms import Norm, compute_dtype
+from .parameters import initialise
 from .registry import register
 
 SSD = DecayAcrossRanks(ssd)

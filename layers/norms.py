@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import LayerError, initialise
+from .errors import LayerError
+from .parameters import initialise
 
 
 class Norm(nn.Module):

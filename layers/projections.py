@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from . import value_residual
-from .base import Context, Flops, LayerError, Mixer, MixerState, Site, initialise, is_count, require
+from .base import Flops, Mixer, MixerState, Site
+from .context import Context
 from .cut import share_of
+from .errors import LayerError, is_count, require
 from .norms import NORMS, make_norm
+from .parameters import initialise
 from .rope import STYLES, Rotary, positions, rotary, rotate
 from .shift import Last, last_token, shift_ramp, token_shift
 

@@ -9,7 +9,8 @@ import pkgutil
 from functools import cache
 from importlib.metadata import entry_points
 
-from .base import LayerError, Mixer
+from .base import Mixer
+from .errors import LayerError
 
 ENTRY_POINT_GROUP = "hybrid.layers"
 

@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import value_residual
-from .base import Context, Flops, LayerError, Mixer, MixerState, Site, initialise, is_count, require
+from .base import Flops, Mixer, MixerState, Site
+from .context import Context
 from .cut import SequenceCut
+from .errors import LayerError, is_count, require
 from .linear.across import AcrossRanks, states_bytes
 from .linear.rwkv7_op import LEAST_LOG_DECAY, rwkv7_recurrence
 from .norms import compute_dtype
+from .parameters import initialise
 from .registry import register
 from .shift import last_token, previous, shift_ramp
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .base import LayerError
+from .errors import LayerError
 
 
 def gate_rank(hidden_size: int) -> int:

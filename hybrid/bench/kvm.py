@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..layers import Site
 from ..layers.attention import AttentionMixer, BlockWindow, SlidingWindow
-from ..layers.base import Site
 from ..layers.softmax import attention, block_window_attention
 from .eager import eager_kvm
 from .kvm_steps import kvm_steps

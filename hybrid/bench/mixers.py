@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layers.base import Context, LayerError, Mixer, Site
+from ..layers import Context, LayerError, Mixer, Site, kinds
 from ..layers.linear.delta_rule import gated_delta_rule
 from ..layers.linear.rwkv7_op import rwkv7_recurrence
 from ..layers.linear.ssd import ssd
-from ..layers.registry import kinds
 from .report import BenchError, Row, columns, duration, environment, keep, rows_table
 from .stepwise import delta_steps, rwkv7_steps, ssd_steps
 from .timing import alternate

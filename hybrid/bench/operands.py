@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..layers import Flops, Site
 from ..layers.attention import FullAttention
-from ..layers.base import Flops, Site
 from ..layers.kvm.mixer import KVM
 from ..layers.kvm.spec import KVMSpec
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layers.base import Context, Site
+from ..layers import Context, Site
 from ..layers.kvm.attention import KVMState, kvm_attention
 from ..layers.kvm.mixer import KVM
 from .operands import Operands, Sizes

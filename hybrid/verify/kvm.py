@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..convert.kvm_paper import kvm_options
-from ..layers.base import MixerState
+from ..layers import MixerState
 from ..layers.kvm.attention import KVMSpec, Routes, kvm_attention
 from ..layers.kvm.budget import Budget
 from .compare import CaseResult, Setting, fixed_limits, gradient

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..convert import NotSupported
-from ..layers.base import Context, Mixer, MixerState, Site
+from ..layers import Context, Mixer, MixerState, Site, mixer_class
 from ..layers.linear.delta_rule import gated_delta_rule
 from ..layers.linear.rwkv7_op import rwkv7_recurrence
 from ..layers.ovq.attention import Routes
-from ..layers.registry import mixer_class
 from .compare import CaseResult, Setting, gradient, scaled_limits
 from .vectors import Case, CaseError, Tensors, below
 

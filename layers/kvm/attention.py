@@ -24,7 +24,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ..base import LayerError
+from ..errors import LayerError
 from ..softmax import Mask, Part, joined_attention, part_share
 from ..softmax.attention import same_dtype
 from ..softmax.grid import ChunkGrid

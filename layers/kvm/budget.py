@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..base import LayerError, is_count, require
+from ..errors import LayerError, is_count, require
 
 MODES = ("fixed", "power_law", "saturation")
 

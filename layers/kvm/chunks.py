@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..base import LayerError
+from ..errors import LayerError
 from ..softmax.grid import ChunkGrid
 from ..softmax.kernels import choose
 from .groups import Group, groups

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base import always_used
 from ..cut import SequenceCut
+from ..parameters import always_used
 from .attention import KVMSpec, KVMState, Routes, kvm_attention, read_on
 
 

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base import Context, Flops, LayerError, Site, always_used, initialise, is_count, require
+from ..base import Flops, Site
+from ..context import Context
 from ..cut import SequenceCut
+from ..errors import LayerError, is_count, require
 from ..norms import LayerNorm, compute_dtype
+from ..parameters import always_used, initialise
 from ..projections import Heads, Projected, ProjectedMixer, ProjectedState, ProjectionOptions
 from ..registry import register
 from .attention import KVMSpec, KVMState, kvm_attention

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..base import LayerError, is_count, require
+from ..errors import LayerError, is_count, require
 from .budget import Budget
 
 VALUE_RULES = ("radius", "counts", "reference_counts")

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Context, always_used
+from ..context import Context
+from ..parameters import always_used
 from .chunks import running_decay
 
 

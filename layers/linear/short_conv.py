@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..base import LayerError, always_used, initialise
+from ..errors import LayerError
 from ..norms import compute_dtype
+from ..parameters import always_used, initialise
 
 if TYPE_CHECKING:
     from ..cut import SequenceCut

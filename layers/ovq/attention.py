@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import Rows
-from ..base import LayerError, MixerState
+from ..base import MixerState
+from ..errors import LayerError
 from ..norms import compute_dtype
 from ..softmax import Mask, Part, attention
 from ..softmax.attention import same_dtype

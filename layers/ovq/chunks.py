@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..base import LayerError
+from ..errors import LayerError
 from ..norms import compute_dtype
 from ..softmax import Mask, Part, joined_attention
 from ..softmax.joined import Gradient, Joint, part_gradients

@@ -9,8 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..base import Context, Flops, initialise, is_count, require
+from ..base import Flops
+from ..context import Context
+from ..errors import is_count, require
 from ..norms import compute_dtype
+from ..parameters import initialise
 from ..projections import Projected, ProjectedMixer, ProjectedState
 from ..registry import register
 from .attention import OVQState, ovq_attention

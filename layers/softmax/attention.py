@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import LayerError
+from ..errors import LayerError
 from .grid import ChunkGrid, rows
 from .joined import ALL, Part, joined_attention
 from .kernels import Mask

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base import LayerError
+from ..errors import LayerError
 from ..plain import plain_forced
 from . import flash
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybrid.info import meta_model
-from hybrid.layers.base import Context
+from hybrid.layers import Context
 from hybrid.memory import memory_estimate
 from hybrid.model import HybridLM
 from hybrid.recipe import batch_geometry, load

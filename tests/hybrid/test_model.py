@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hybrid.block import ffn_width
 from hybrid.layer_table import layer_specs
-from hybrid.layers.base import LayerError
+from hybrid.layers import LayerError
 from hybrid.model import HybridLM, ModelError
 from hybrid.schema import Recipe
 
@@ -124,7 +124,7 @@ def test_the_backbone_is_the_sum_of_scaled_sublayers(norm):
     text = ids(9)
     x = x0 = model.embedding_norm(model.embedding(text))
     shared = {}
-    from hybrid.layers.base import Context
+    from hybrid.layers import Context
 
     for block in model.blocks:
         h = block.norm_mixer(x)

@@ -9,8 +9,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybrid.layers import registry
-from hybrid.layers.base import LayerError, Mixer
+from hybrid import layers
+from hybrid.layers import LayerError, Mixer
 from hybrid.recipe import (
     Geometry,
     Recipe,
@@ -89,8 +89,8 @@ class Wide(Mixer):
 def two_kinds(monkeypatch):
     """Two kinds with known options, so that these tests are about recipes and not about our mixers."""
     kinds = {"full": Wide, "kvm": Slots}
-    monkeypatch.setattr(registry, "kinds", lambda: kinds)
-    monkeypatch.setattr(registry, "mixer_class", kinds.__getitem__)
+    monkeypatch.setattr(layers, "kinds", lambda: kinds)
+    monkeypatch.setattr(layers, "mixer_class", kinds.__getitem__)
 
 
 @pytest.fixture

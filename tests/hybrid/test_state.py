@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from hybrid import state_file
-from hybrid.layers.base import LayerError
+from hybrid.layers import LayerError
 from hybrid.model import ModelError
 from hybrid.state import HybridState, StateError
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.layers.base import Context, Mixer, MixerState, Site
-from hybrid.layers.registry import kinds, mixer_class
+from hybrid.layers import Context, Mixer, MixerState, Site, kinds, mixer_class
 
 HIDDEN = 32
 KINDS = list(kinds())

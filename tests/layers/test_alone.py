@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import layers  # their own package
-from hybrid.layers.base import Context, Site
-from hybrid.layers.registry import mixer_class
+from hybrid.layers import Context, Site
+from hybrid.layers import mixer_class
 
 assert layers.MINE == "theirs"
 rank, world = int(sys.argv[1]), int(sys.argv[2])
@@ -115,7 +115,7 @@ THIRD_PARTY = '''
 from dataclasses import dataclass
 
 import torch
-from hybrid.layers.base import Flops, Mixer, MixerState
+from hybrid.layers import Flops, Mixer, MixerState
 
 
 @dataclass
@@ -166,8 +166,8 @@ class Mean(Mixer):
 
 USE_IT = """
 import torch
-from hybrid.layers.base import Site
-from hybrid.layers.registry import kinds, mixer_class
+from hybrid.layers import Site
+from hybrid.layers import kinds, mixer_class
 
 assert "mean_of_tokens" in kinds() and "full" in kinds()
 mixer = mixer_class("mean_of_tokens")(mixer_class("mean_of_tokens").Options(scale=2.0), Site(3))

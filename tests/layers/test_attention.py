@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from hybrid.layers import Context, LayerError, Site
 from hybrid.layers.attention import BlockOptions, SlidingOptions
-from hybrid.layers.base import Context, LayerError, Site
 from hybrid.layers.softmax import force_plain
 from tests.parity.attention_reference import mix, visible_keys
 

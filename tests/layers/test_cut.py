@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid.layers.base import Context, LayerError, Mixer, Site
+from hybrid.layers import Context, LayerError, Mixer, Site
 from hybrid.layers.cut import Chunk, SequenceCut, share_of
 
 from .mixers import HIDDEN, build

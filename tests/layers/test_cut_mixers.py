@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid.layers.base import Context, LayerError, Mixer, Site
+from hybrid.layers import Context, LayerError, Mixer, Site, mixer_class
 from hybrid.layers.cut import SequenceCut
-from hybrid.layers.registry import mixer_class
 
 from .mixers import HIDDEN, KINDS, assert_same_gradients, build, packed_context, small_options, tokens
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid.layers.base import Context, LayerError
+from hybrid.layers import Context, LayerError
 from hybrid.state import BlockState, HybridState
 
 from .mixers import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid.block import Block
-from hybrid.layers.base import Context
+from hybrid.layers import Context
 from hybrid.schema import ModelSection
 
 from .mixers import HIDDEN, KINDS, fresh, tokens

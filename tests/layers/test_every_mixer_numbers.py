@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybrid.layers.base import Context, Site
-from hybrid.layers.registry import mixer_class
+from hybrid.layers import Context, Site, mixer_class
 from hybrid.layers.softmax import force_plain
 from tests.parity.twins import stepwise
 

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid.layers.base import Context, LayerError, Site
+from hybrid.layers import Context, LayerError, Site, mixer_class
 from hybrid.layers.cut import SequenceCut
-from hybrid.layers.registry import mixer_class
 
 from .mixers import HIDDEN, assert_same_gradients, build, packed_context, tokens
 

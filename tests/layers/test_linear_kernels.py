@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.layers.base import Context
+from hybrid.layers import Context
 from hybrid.layers.linear import kernels
 from hybrid.layers.linear.kernels import fla_function
 from hybrid.layers.softmax import force_plain

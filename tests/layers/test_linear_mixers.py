@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybrid.layers.base import LayerError, Site
+from hybrid.layers import LayerError, Site, mixer_class
 from hybrid.layers.linear.delta_rule import gated_delta_rule
 from hybrid.layers.linear.ssd import ssd
-from hybrid.layers.registry import mixer_class
 from hybrid.verify.mixers import run_layer, run_operator
 from tests.parity import vectors
 from tests.parity.linear_reference import delta_steps, ssd_steps

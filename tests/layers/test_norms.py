@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid.layers.base import LayerError
+from hybrid.layers import LayerError
 from hybrid.layers.norms import make_norm
 
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybrid.layers.base import Context, LayerError, Site
+from hybrid.layers import Context, LayerError, Site, mixer_class
 from hybrid.layers.ovq import chunks as chunk_module
 from hybrid.layers.ovq.attention import OVQState, ovq_attention
 from hybrid.layers.ovq.dictionary import size_after
 from hybrid.layers.ovq.mixer import OVQ, OVQLayerState, OVQOptions
-from hybrid.layers.registry import mixer_class
 from hybrid.layers.softmax import force_plain
 from hybrid.verify.mixers import build_layer, stored_state
 from tests.layers.mixers import (

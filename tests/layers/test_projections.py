@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from hybrid.layers import Context, LayerError, Site
 from hybrid.layers.attention import FullAttention
-from hybrid.layers.base import Context, LayerError, Site
 from hybrid.layers.projections import ProjectionOptions
 from tests.parity.attention_reference import mix
 

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from hybrid.layers import registry
-from hybrid.layers.base import Flops, LayerError, Mixer, MixerState, Site
+from hybrid.layers import Flops, LayerError, Mixer, MixerState, Site, registry
 
 
 def test_built_in_kinds_are_found_with_documented_options():

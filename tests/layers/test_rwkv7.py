@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from hybrid.layers import Context, LayerError, Site, mixer_class
 from hybrid.layers import rwkv7 as module
-from hybrid.layers.base import Context, LayerError, Site
 from hybrid.layers.linear import chunks, rwkv7_op
 from hybrid.layers.linear.rwkv7_op import chunked, rwkv7_recurrence, steps
-from hybrid.layers.registry import mixer_class
 from hybrid.layers.rwkv7 import RWKV7, RWKV7Options, low_ranks
 from hybrid.verify.mixers import run_layer, run_operator
 from tests.layers.mixers import (

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from hybrid.layers import value_residual
-from hybrid.layers.base import LayerError
+from hybrid.layers import LayerError, value_residual
 
 
 @pytest.mark.parametrize(("hidden", "rank"), [(16, 32), (768, 32), (1024, 32), (4096, 96)])

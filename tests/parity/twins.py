@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.layers.base import Mixer
+from hybrid.layers import Mixer
 from tests.parity import attention_reference, kvm_reference, ovq_reference, rwkv7_reference
 from tests.parity.linear_reference import State, delta_layer, mamba2_layer
 

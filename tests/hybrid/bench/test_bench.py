@@ -13,7 +13,7 @@ from hybrid.bench.report import Row, keep, rows_table
 from hybrid.bench.runs import kvm_decoding, kvm_training
 from hybrid.bench.timing import Steps, alternate
 from hybrid.cli import main
-from hybrid.layers.registry import kinds
+from hybrid.layers import kinds
 
 
 def test_kvm_prints_and_keeps_every_row_of_its_table(tmp_path, capsys):

@@ -5,10 +5,9 @@ import functools
 import pytest
 import torch
 
-from hybrid.layers.base import Context, LayerError, Site
+from hybrid.layers import Context, LayerError, Site, mixer_class
 from hybrid.layers.kvm import mixer as module
 from hybrid.layers.kvm.mixer import KVM, KVMOptions
-from hybrid.layers.registry import mixer_class
 from tests.layers.mixers import (
     HIDDEN,
     assert_same_gradients,

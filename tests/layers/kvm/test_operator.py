@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid.layers.base import LayerError
+from hybrid.layers import LayerError
 from hybrid.layers.kvm import groups
 from hybrid.layers.kvm.attention import Budget, KVMSpec, Routes, kvm_attention
 from tests.parity.kvm_reference import reference

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hybrid.layers.base import LayerError
+from hybrid.layers import LayerError
 from hybrid.layers.softmax import (
     Mask,
     Part,

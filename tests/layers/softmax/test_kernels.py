@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from hybrid.layers.base import LayerError
+from hybrid.layers import LayerError
 from hybrid.layers.softmax import Mask, attention, flash, force_kernel, force_plain, kernels
 
 SCALE = 0.3

@@ -1,0 +1,51 @@
+"""Parameters of a layer: how they are filled, and how all of them get a gradient on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def initialise(parameter: Tensor, init: Callable[[Tensor], Any]) -> None:
+    """Fill `parameter` in place by `init`, which gets an fp32 tensor of its full shape.
+
+    The values do not depend on the parameter's dtype, nor on how FSDP2 shards it (every rank draws the
+    full tensor and keeps its part; torch's own orthogonal init cannot write into a DTensor). On the meta
+    device it does nothing.
+    """
+    if parameter.is_meta:
+        return
+    value = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+    with torch.no_grad():
+        init(value)
+        if hasattr(parameter, "device_mesh"):
+            from torch.distributed.tensor import DTensor, distribute_tensor
+
+            assert isinstance(parameter, DTensor)
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        parameter.copy_(value)
+
+
+class _AlwaysUsed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *tensors: Tensor) -> Tensor:
+        # Not the tensors themselves: ZeRO-3 has taken a parameter apart by the time of the backward.
+        ctx.like = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.like)
+
+
+def always_used(y: Tensor, *tensors: Tensor) -> Tensor:
+    """`y` itself, through which `tensors` get at least a zero gradient.
+
+    For parameters that some inputs do not reach: data-parallel training goes wrong where a parameter has a
+    gradient on one rank and none on another. Where a submodule owns the parameter give its output instead,
+    so that the gradient comes to it the usual way.
+    """
+    return _AlwaysUsed.apply(y, *tensors) if torch.is_grad_enabled() else y
