@@ -1,8 +1,26 @@
-"""What a word of the command line may be; argparse turns the complaint into one line."""
+"""How a command line is read: the parser, and what a word may be."""
 
 from __future__ import annotations
 
+import argparse
 from argparse import ArgumentTypeError
+from typing import NoReturn
+
+
+class UsageError(ValueError):
+    """A command line that cannot be understood."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one line; help texts keep their layout."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def part(text: str) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def test_named_files_exist():
 
 
 def test_shown_commands_exist():
-    from hybrid.cli import COMMANDS
+    from hybrid.commands import COMMANDS
 
     shown = set(re.findall(r"^(?:\S*/)?hybrid (\w+)", README, re.M))
     assert shown

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hybrid import cli
+from hybrid.commands import COMMANDS
 
 HEAVY = ("torch", "deepspeed", "sentencepiece", "grain", "numpy", "omegaconf")
 
@@ -29,7 +30,7 @@ def given(monkeypatch):
             seen.append(arguments)
             return run(arguments)
 
-        monkeypatch.setitem(cli.COMMANDS, name, replace(cli.COMMANDS[name], run=record))
+        monkeypatch.setitem(COMMANDS, name, replace(COMMANDS[name], run=record))
         return seen
 
     return put
@@ -57,7 +58,7 @@ def test_help_and_version_import_nothing_heavy(arguments):
 def test_help_lists_every_command_and_each_has_an_example(capsys):
     assert cli.main([]) == 0
     overview = capsys.readouterr().out
-    for name, command in cli.COMMANDS.items():
+    for name, command in COMMANDS.items():
         assert f"  {name} " in overview
         with pytest.raises(SystemExit) as end:
             cli.main([name, "--help"])
