@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sysconfig
 from functools import cache
 from pathlib import Path
@@ -56,3 +57,20 @@ def digits_data(folder: Path, sources: dict[str, list[str]], **settings: Any) ->
     return DataSection(
         folder=str(folder / "prepared"), sources=sections, tokenizer=str(tokenizer), **settings
     )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a prepared folder but the empty lock."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".lock"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def python_data(tmp_path: Path, model: Path, files: int = 12) -> DataSection:
+    """Some Python in JSONL files of a quarter megabyte."""
+    texts = stdlib_texts(60)
+    (tmp_path / "text").mkdir()
+    for number in range(files):
+        random.Random(number).shuffle(texts)
+        write_jsonl(tmp_path / "text" / f"{number:02d}.jsonl", texts[:4])
+    source = SourceSection(paths=[str(tmp_path / "text")], validation=0.2)
+    return DataSection(folder=str(tmp_path / "out"), sources={"py": source}, tokenizer=str(model))

@@ -1,0 +1,156 @@
+"""Several processes prepare as one does; some of them die."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybrid.data import DataError, is_prepared, prepare
+
+from .corpus import contents, python_data
+
+
+def test_several_processes_give_the_bytes_of_one_and_keep_finished_shards(
+    tmp_path: Path, python_model: Path
+) -> None:
+    data = python_data(tmp_path, python_model, files=4)
+    said: list[str] = []
+    first = prepare(data, processes=1, say=said.append)
+    assert (first.built, first.kept) == (4, 0)
+    assert said[-1].startswith("4 of 4 shards to make, from ")
+    alone = contents(tmp_path / "out")
+    assert is_prepared(data)
+    again = prepare(data, processes=2)
+    assert (again.built, again.kept) == (0, 4)
+    assert contents(tmp_path / "out") == alone
+    shutil.rmtree(tmp_path / "out")
+    assert not is_prepared(data)
+    prepare(data, processes=2)
+    assert contents(tmp_path / "out") == alone
+    (tmp_path / "out/py/00002-02.json").unlink()  # as if stopped just before it was finished
+    (tmp_path / "out/py/00009-09.tokens.partial").write_bytes(b"left over")
+    assert not is_prepared(data)
+    assert prepare(data).built == 1
+    assert contents(tmp_path / "out") == alone
+
+
+def test_a_preparation_of_four_processes_killed_half_way_ends_with_the_same_bytes(
+    tmp_path: Path, python_model: Path
+) -> None:
+    """T053."""
+    data = python_data(tmp_path, python_model, files=14)
+    prepare(data, processes=1)
+    uninterrupted = contents(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    code = (
+        "import sys; from hybrid.data import prepare; from hybrid.schema import DataSection, SourceSection\n"
+        "text, out, model = sys.argv[1:]\n"
+        "source = SourceSection(paths=[text], validation=0.2)\n"
+        "prepare(DataSection(folder=out, sources={'py': source}, tokenizer=model), processes=4)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "text"), data.folder, str(python_model)]
+    run = subprocess.Popen(command)
+
+    def finished() -> int:
+        return len(list((tmp_path / "out").glob("py/*.json")))
+
+    wait_until(lambda: finished() >= 3 or run.poll() is not None)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    run.send_signal(signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    assert len(children) == 4
+    wait_until(lambda: not any(alive(int(child)) for child in children))
+    done = finished()
+    assert 3 <= done < 14
+    assert not (tmp_path / "out/report.json").exists()
+    report = prepare(data, processes=4)
+    assert (report.built, report.kept) == (14 - done, done)
+    assert contents(tmp_path / "out") == uninterrupted
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_worker_that_dies_is_an_error_not_a_hang(tmp_path: Path, python_model: Path) -> None:
+    import threading
+
+    data = python_data(tmp_path, python_model, files=12)
+    pid = os.getpid()
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        def workers() -> list[int]:
+            tasks = Path(f"/proc/{pid}/task").glob("*/children")
+            found = [int(child) for task in tasks for child in task.read_text().split()]
+            return [c for c in found if b"hybrid.data.worker" in Path(f"/proc/{c}/cmdline").read_bytes()]
+
+        wait_until(lambda: len(workers()) > 0)
+        killed.extend(workers()[:1])
+        os.kill(killed[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_one)
+    thread.start()
+    with pytest.raises(DataError, match=r"preparing py/.* failed: the process ended \(status -9\)"):
+        prepare(data, processes=2)
+    thread.join()
+    assert killed
+    assert not (tmp_path / "out/report.json").exists()
+    assert prepare(data, processes=1).missing == []
+
+
+def test_bad_lines_in_a_worker_are_reported_with_their_place(tmp_path: Path, python_model: Path) -> None:
+    """T053."""
+    data = python_data(tmp_path, python_model, files=3)
+    with open(tmp_path / "text/01.jsonl", "a") as file:
+        file.write('{"text": "a"} {"text": "b"}\n\n')
+    with pytest.raises(DataError, match=r"01\.jsonl, line 5, column 15: more than one object on a line"):
+        prepare(data, processes=2)
+    assert not (tmp_path / "out/report.json").exists()
+    data.sources["py"].bad_lines = "skip"
+    report = prepare(data, processes=2)  # what was finished before is kept
+    assert report.sources["py"].documents == 12
+    assert report.sources["py"].skipped == {"blank line": 1, "more than one object on a line": 1}
+    assert report.sources["py"].skipped_places == [
+        f"{tmp_path}/text/01.jsonl, line 5, column 15: more than one object on a line",
+        f"{tmp_path}/text/01.jsonl, line 6: blank line",
+    ]
+    data.sources["py"].bad_lines = "error"
+    with pytest.raises(DataError, match="bad lines were skipped, now bad_lines is error"):
+        prepare(data)
+
+
+def test_parts_on_machines_that_share_the_folder(tmp_path: Path, python_model: Path) -> None:
+    data = python_data(tmp_path, python_model, files=5)
+    prepare(data, processes=1)
+    whole = contents(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    reports = []
+    for part in (2, 3, 1):
+        assert not is_prepared(data)
+        reports.append(prepare(data, part=(part, 3), processes=1))
+    assert [report.built for report in reports] == [2, 1, 2]
+    assert reports[0].missing == ["py/00000-00", "py/00002-02", "py/00003-03"]
+    assert reports[2].missing == []
+    assert is_prepared(data)
+    assert contents(tmp_path / "out") == whole
+    with pytest.raises(DataError, match=r"part 4/3: must be i/n"):
+        prepare(data, part=(4, 3))
