@@ -21,7 +21,7 @@ from ..model import HybridLM
 from ..schema import Recipe
 from ..train import distributed, logs, step
 from ..train.engine import Engine
-from ..train.loop import _Run
+from ..train.loop import Run
 from ..train.run_directory import RunDirectory
 from ..train.signals import Signals
 from .sequence import Long
@@ -99,11 +99,11 @@ def loop(sizes: Sizes, folder: str) -> dict[str, float]:
         prepare(recipe.data, processes=1)
         directory = RunDirectory(Path(recipe.train.output))
         stack.callback(directory.close)
-        run = _Run(recipe, world, Signals(), directory, stack)
+        run = Run(recipe, world, Signals(), directory, stack)
         return _measured(run, sizes)
 
 
-def _measured(run: _Run, sizes: Sizes) -> dict[str, float]:
+def _measured(run: Run, sizes: Sizes) -> dict[str, float]:
     engine, steps = run.engine.deepspeed, Steps()
     for _ in range(3):
         run._step()
@@ -125,7 +125,7 @@ def _measured(run: _Run, sizes: Sizes) -> dict[str, float]:
     }
 
 
-def _stalls(run: _Run, saves: int) -> Iterator[float]:
+def _stalls(run: Run, saves: int) -> Iterator[float]:
     """Seconds that training stands still for a checkpoint that is written beside it."""
     for _ in range(saves):
         run._step()

@@ -5,18 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .entry import train
     from .errors import TrainError
-    from .loop import Summary, train
+    from .loop import Summary
 
 __all__ = ["Summary", "TrainError", "train"]
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: `hybrid.runs` needs checkpoints, but not the whole trainer."""
-    if name in ("Summary", "train"):
-        from . import loop
+    if name == "train":
+        from .entry import train
 
-        return getattr(loop, name)
+        return train
+    if name == "Summary":
+        from .loop import Summary
+
+        return Summary
     if name == "TrainError":
         from .errors import TrainError
 

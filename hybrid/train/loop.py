@@ -1,14 +1,11 @@
-"""Training a recipe from start, or from where it stopped, to its last step."""
+"""The training loop: a run's parts put together, its steps, and what happens between them."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import hashlib
 import math
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,17 +13,16 @@ import torch
 from torch import Tensor
 
 from hybrid import recipe as recipes
-from hybrid.data import Loader, Tokenizer, ValidationSet, is_prepared, prepare
+from hybrid.data import Loader, Tokenizer, ValidationSet
 from hybrid.model import HybridLM
 from hybrid.runs import TOKENIZER
 from hybrid.schema import Recipe
 
-from . import distributed, logs, monitor, resume, samples, schedule, step, validation
+from . import logs, monitor, resume, samples, schedule, step, validation
 from .checkpoint import Checkpoints
 from .distributed import TrainError, World
 from .engine import Engine
 from .errors import STOPPED_EXIT_CODE
-from .lifeline import lifeline
 from .pace import Pace
 from .pieces import stretch
 from .run_directory import RunDirectory
@@ -35,7 +31,6 @@ from .sequence import SequenceRanks, whole
 from .signals import Signals
 from .step import Step
 from .tags import Origin, Progress
-from .watch import compilation_takes_time, watching
 
 if TYPE_CHECKING:
     from hybrid.data import Batch
@@ -70,63 +65,8 @@ class Summary:
     """train.prompts with their continuations."""
 
 
-def train(recipe: Recipe) -> Summary:
-    """Train as the recipe says, in this process and those that the launcher started with it.
-
-    Goes on from the newest whole checkpoint in `train.output` unless `train.resume` says otherwise; prepares
-    the data first when it is not there.
-
-    Raises:
-        TrainError, RecipeError, DataError: what stops it, on the main rank; SystemExit(2) on the others.
-        SystemExit(75): SIGTERM came; the state is saved, and the same command goes on from it.
-    """
-    begin = time.perf_counter()
-    recipe = copy.deepcopy(recipe)
-    world = distributed.start(recipe.train.threads)
-    world.same("the recipe", hashlib.sha256(recipes.to_yaml(recipe).encode()).hexdigest()[:12])
-    with world.together():
-        recipes.check(recipe, world.size)
-    folder = Path(recipe.train.output)
-    with distributed.peers_may_end(), contextlib.ExitStack() as stack:
-        directory = _open_directory(folder, world, stack)
-        stack.enter_context(lifeline(world))
-        log = folder / "logs" / f"rank_{world.rank}.log"
-        stack.enter_context(logs.quiet(log))
-        stack.enter_context(watching(world, recipe.train.hang_timeout, log))
-        if recipe.train.compile:
-            stack.enter_context(compilation_takes_time(world))
-        signals = stack.enter_context(Signals())
-        signals.at_once = True  # a stopped preparation goes on where it was
-        _prepare_data(recipe, world)
-        signals.at_once = False
-        run = _Run(recipe, world, signals, directory, stack)
-        run.steps()
-        return run.finish(begin)
-
-
-def _open_directory(folder: Path, world: World, stack: contextlib.ExitStack) -> RunDirectory | None:
-    found: list[RunDirectory] = []
-    world.on_main(lambda: found.append(RunDirectory(folder)))
-    if not found:
-        return None
-    stack.callback(found[0].close)
-    return found[0]
-
-
-def _prepare_data(recipe: Recipe, world: World) -> None:
-    def work() -> None:
-        if not is_prepared(recipe.data):
-            print(f"preparing {recipe.data.folder}", flush=True)
-            print(prepare(recipe.data, say=partial(print, flush=True)), flush=True)
-
-    world.on_main(work, patient=True)
-    with world.together():
-        if not is_prepared(recipe.data):
-            raise TrainError(f"sees no prepared data in {recipe.data.folder}: all processes need that folder")
-
-
-class _Run:
-    """One call of `train`: everything between the opened run directory and the summary."""
+class Run:
+    """One call of `train`, from the opened run directory to the summary."""
 
     def __init__(
         self,

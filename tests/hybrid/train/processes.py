@@ -20,7 +20,7 @@ from . import tiny
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
-    ["pytest", "hybrid.train.loop", "deepspeed.runtime.zero.muon.muon_optimizer", "grain", __name__]
+    ["pytest", "hybrid.train.entry", "deepspeed.runtime.zero.muon.muon_optimizer", "grain", __name__]
 )
 
 
