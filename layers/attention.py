@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Flops
@@ -70,9 +72,13 @@ class AttentionMixer(ProjectedMixer):
     def core(
         self, heads: Projected, context: Context, state: AttentionState | None
     ) -> tuple[Tensor, AttentionState | None]:
+        halo = self.halo(context)
+        if halo is not None:
+            assert context.cut is not None
+            return self._attend_with_halo(heads, halo, context.cut), None
         state = state or AttentionState()
         k, v, rows = self._append(state, heads.k, heads.v)
-        y = self.attend(heads.q, k, v, state, context)
+        y = self.attend(heads.q, k, v, state, context.whole)
         if not context.want_state:
             return y, None
         position = state.position + heads.q.shape[1]
@@ -100,8 +106,40 @@ class AttentionMixer(ProjectedMixer):
         """Sink fields of the state at `position`, from keys and values that still start at token 0."""
         return None, None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, context: Context) -> Tensor:
-        """Heads `[B, T, H, D]` for queries that are the last T of the keys `[B, L, G, D]`."""
+    def _attend_with_halo(self, heads: Projected, halo: int, cut: SequenceCut) -> Tensor:
+        """Of a chunk whose first document may go on from the rank before, which gives its last keys."""
+        first, *rest = cut.lengths or (cut.length,)
+        q, both = heads.q, torch.stack((heads.k, heads.v))
+        before = cut.previous(both[:, :, cut.length - halo :]) if halo else both[:, :, :0]
+        sinks = self._earlier_sinks(both, cut)
+        q = always_used(q, before, sinks)
+        state = AttentionState(cut.carried)
+        if self.sinks_kept(cut.carried):
+            state.sink_k, state.sink_v = sinks
+        before = before[:, :, halo - self.keys_kept(cut.carried) :]
+        y = self.attend(q[:, :first], *torch.cat((before, both[:, :, :first]), 2), state, ())
+        if not rest:
+            return y
+        return torch.cat((y, self.attend(q[:, first:], *both[:, :, first:], AttentionState(), rest)), 1)
+
+    def _earlier_sinks(self, both: Tensor, cut: SequenceCut) -> Tensor:
+        """Keys and values `[2, B, sinks, G, D]` of the sinks of this rank's first document that earlier ranks
+        hold, zeros for others. `both`: of this rank's chunk."""
+        sinks = self.sinks_before(self.options)
+        if not sinks:
+            return both[:, :, :0]
+        pieces = cut.lengths or (cut.length,)
+        begin = cut.carried if len(pieces) == 1 else 0  # of the last piece in its document
+        own = both[:, :, cut.length - pieces[-1] :][:, :, : max(0, sinks - begin)]
+        beside = min(begin, sinks), max(0, sinks - begin - pieces[-1])
+        given = cut.earlier(F.pad(own, (0, 0, 0, 0, *beside)))  # each at its place in the document
+        return given[(cut.start - cut.carried) // cut.length :].sum(0)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, lengths: Sequence[int]
+    ) -> Tensor:
+        """Heads `[B, T, H, D]` for queries that are the last T of the keys `[B, L, G, D]`; of documents of
+        `lengths` packed in a row, without a state."""
         raise NotImplementedError
 
     def keys_kept(self, position: int) -> int:
@@ -156,8 +194,10 @@ class FullAttention(AttentionMixer):
 
     Options = ProjectionOptions
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, context: Context) -> Tensor:
-        return attention(q, k, v, causal=True, lengths=context.whole)[0]
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, lengths: Sequence[int]
+    ) -> Tensor:
+        return attention(q, k, v, causal=True, lengths=lengths)[0]
 
     def keys_kept(self, position: int) -> int:
         return position
@@ -196,36 +236,10 @@ class SlidingWindow(AttentionMixer):
     def keys_before(cls, options: SlidingOptions) -> int:
         return options.window - 1
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, context: Context) -> Tensor:
-        halo = self.halo(context)
-        if halo is not None:
-            assert context.cut is not None
-            return self._attend_with_halo(q, k, v, halo, context.cut)
-        return attention(q, k, v, causal=True, window=self.options.window, lengths=context.whole)[0]
-
-    def _attend_with_halo(self, q: Tensor, k: Tensor, v: Tensor, halo: int, cut: SequenceCut) -> Tensor:
-        """Of a chunk whose first document may go on from the rank before, which gives its last keys."""
-        window, first = self.options.window, (cut.lengths or (cut.length,))[0]
-        kept = min(halo, cut.carried)
-        before = cut.previous(torch.stack((k, v))[:, :, cut.length - halo :]) if halo else k.new_zeros(0)
-        if not kept:
-            q = always_used(q, before)
-            return attention(q, k, v, causal=True, window=window, lengths=cut.lengths)[0]
-        more_k, more_v = before[:, :, halo - kept :]
-        pieces = [
-            attention(
-                q[:, :first],
-                torch.cat((more_k, k[:, :first]), 1),
-                torch.cat((more_v, v[:, :first]), 1),
-                causal=True,
-                window=window,
-            )[0]
-        ]
-        if first < cut.length:
-            rest, lengths = slice(first, None), cut.lengths[1:]
-            y, _ = attention(q[:, rest], k[:, rest], v[:, rest], causal=True, window=window, lengths=lengths)
-            pieces.append(y)
-        return torch.cat(pieces, 1)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, lengths: Sequence[int]
+    ) -> Tensor:
+        return attention(q, k, v, causal=True, window=self.options.window, lengths=lengths)[0]
 
     def longest_append(self) -> int:
         return self.options.window
@@ -268,7 +282,17 @@ class BlockWindow(AttentionMixer):
 
     Options = BlockOptions
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, context: Context) -> Tensor:
+    @classmethod
+    def keys_before(cls, options: BlockOptions) -> int:
+        return options.window_chunks * options.chunk - 1  # a document may begin anywhere in a rank's chunk
+
+    @classmethod
+    def sinks_before(cls, options: BlockOptions) -> int:
+        return options.sinks
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, lengths: Sequence[int]
+    ) -> Tensor:
         options = self.options
         y, _ = block_window_attention(
             q,
@@ -280,7 +304,7 @@ class BlockWindow(AttentionMixer):
             position=state.position,
             sink_k=state.sink_k,
             sink_v=state.sink_v,
-            lengths=context.whole,
+            lengths=lengths,
         )
         return y
 

@@ -195,21 +195,26 @@ class ProjectedMixer(Mixer):
 
     @classmethod
     def keys_before(cls, options: Any) -> int | None:
-        """Keys before a chunk of tokens that queries in it see; None: all."""
+        """Most keys before a chunk of tokens that queries in it see, sinks aside; None: all."""
         return None
 
     @classmethod
+    def sinks_before(cls, options: Any) -> int:
+        """First keys of a document that all of its queries see."""
+        return 0
+
+    @classmethod
     def halo_of(cls, options: Any, site: Site, size: int, tokens: int) -> int | None:
-        """Keys that a rank gets from the one before; None where heads are exchanged: that moves fewer bytes,
-        or the keys are not all on one rank."""
-        count = cls.keys_before(options)
-        if count is None or tokens % size or count > tokens // size:
+        """Keys that a rank gets from the one before, beside sinks from all; None where heads are exchanged:
+        that moves fewer bytes, or the keys are not all on one rank."""
+        count, sinks = cls.keys_before(options), cls.sinks_before(options)
+        if count is None or tokens % size or max(count, sinks) > tokens // size:
             return None
         heads, shared, *_ = cls.heads(options, site.hidden_size)
         if heads % size or (shared % size and size % shared):
             return count
         by_heads = tokens * (share_of(heads, size) + share_of(shared, size))
-        return count if count * shared < by_heads else None
+        return count if (count + sinks * size / 2) * shared < by_heads else None
 
     @classmethod
     def check_cut(cls, options: Any, site: Site, size: int, tokens: int) -> None:
@@ -376,11 +381,11 @@ class ProjectedMixer(Mixer):
 
     def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
         """Each rank sends the other ranks their heads' part of its queries, keys and values, and later their
-        tokens' part of its heads' outputs; or the next one its last keys and values. For the token shift its
-        last token goes to the next rank."""
+        tokens' part of its heads' outputs; or the next one its last keys and values, and all later ones its
+        sinks. For the token shift its last token goes to the next rank."""
         halo = self.halo_of(self.options, self.site, size, tokens)
         if halo is not None:
-            moved = halo * 2 * self.kv_width
+            moved = (2 * halo + size * self.sinks_before(self.options)) * self.kv_width
         else:
             queries, keys = share_of(self.num_heads, size), share_of(self.num_kv_heads, size)
             moved = tokens * ((2 * queries + 2 * keys) * self.head_dim + keys * self._gates())

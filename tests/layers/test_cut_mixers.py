@@ -19,6 +19,7 @@ ROWS = {  # batch, documents
     "equal": (2, ()),
     "packed": (1, (3, 30, 1, 17, 13)),  # over two borders, one token long, ending at none
     "aligned": (1, (16, 32, 16)),  # as the chunks of four ranks
+    "long": (1, (14, 40, 10)),  # one over all four ranks, begun just before the second one
 }
 
 
@@ -100,7 +101,7 @@ def test_what_does_not_divide_is_refused_with_all_numbers(
     kind: str, heads: int, shared: int, length: int, size: int, fault: str
 ):
     """T012."""
-    options = small_options(kind, num_heads=heads, num_kv_heads=shared, head_dim=4)
+    options = small_options(kind, num_heads=heads, num_kv_heads=shared, head_dim=4, chunk=64)
     with pytest.raises(LayerError) as error:
         mixer_class(kind).check_cut(options, Site(HIDDEN, 1, 2), size, length)
     start = f"layer 1 ({kind}) has {heads} query heads and {shared} key/value heads, for {length} tokens cut"
@@ -123,15 +124,39 @@ def test_windows_reach_into_the_chunk_before(four_ranks: Any, row: str, changes:
     check(four_ranks, "sliding_window", row, **changes)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 3, "num_kv_heads": 1, "head_dim": 8},  # which four ranks cannot share
+        {"chunk": 5, "sinks": 5},  # ranks begin inside blocks, and sinks lie on both sides of a border
+        {"chunk": 16, "window_chunks": 1, "sinks": 16},  # all of a rank's chunk
+        {"chunk": 4, "window_chunks": 4, "sinks": 0},
+        {"chunk": 1, "window_chunks": 1, "sinks": 1},  # sinks alone
+        {"chunk": 1, "window_chunks": 1, "sinks": 0},  # nothing
+        {"chunk": 6, "window_chunks": 3},  # 17 keys of chunks of 16: by heads
+    ],
+    ids=str,
+)
+def test_block_windows_reach_into_the_chunk_before(four_ranks: Any, row: str, changes: dict[str, int]):
+    check(four_ranks, "block_window", row, **changes)
+
+
 def test_a_window_exchanges_what_is_less():
-    def halo(size: int, tokens: int, **changes: int) -> int | None:
-        options = small_options("sliding_window", **changes)
-        return mixer_class("sliding_window").halo_of(options, Site(HIDDEN), size, tokens)
+    def halo(size: int, tokens: int, kind: str = "sliding_window", **changes: int) -> int | None:
+        return mixer_class(kind).halo_of(small_options(kind, **changes), Site(HIDDEN), size, tokens)
 
     assert halo(4, 64) == 10
     assert halo(4, 64, window=18) is None  # reaches over more than the chunk before
     assert halo(2, 64, window=33) == 32  # 32 x 2 heads, against 64 x (2 + 1)
     assert halo(2, 64, window=33, num_kv_heads=4) == 32  # 32 x 4 against 64 x (2 + 2)
+    assert halo(2, 64, "block_window", sinks=8) == 15  # (15 + 8 x 1) x 2 heads against 64 x (2 + 1)
+    assert halo(2, 64, "block_window", chunk=16, sinks=16) == 31
+    assert halo(2, 64, "block_window", chunk=17) is None  # 33 keys, chunks of 32
+    many = {"chunk": 16, "window_chunks": 1, "num_kv_heads": 4}
+    assert halo(4, 64, "block_window", **many, sinks=8) == 15  # (15 + 8 x 2) x 4 against 64 x (1 + 1)
+    assert halo(4, 64, "block_window", **many, sinks=9) is None
 
 
 @pytest.mark.ranks
