@@ -117,10 +117,12 @@ class AttentionMixer(ProjectedMixer):
         if self.sinks_kept(cut.carried):
             state.sink_k, state.sink_v = sinks
         before = before[:, :, halo - self.keys_kept(cut.carried) :]
-        y = self.attend(q[:, :first], *torch.cat((before, both[:, :, :first]), 2), state, ())
+        k, v = torch.cat((before, both[:, :, :first]), 2)
+        y = self.attend(q[:, :first], k, v, state, ())
         if not rest:
             return y
-        return torch.cat((y, self.attend(q[:, first:], *both[:, :, first:], AttentionState(), rest)), 1)
+        k, v = both[:, :, first:]
+        return torch.cat((y, self.attend(q[:, first:], k, v, AttentionState(), rest)), 1)
 
     def _earlier_sinks(self, both: Tensor, cut: SequenceCut) -> Tensor:
         """Keys and values `[2, B, sinks, G, D]` of the sinks of this rank's first document that earlier ranks

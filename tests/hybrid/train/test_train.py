@@ -118,22 +118,27 @@ def test_a_request_to_save_reaches_all_ranks(four_ranks, tiny_recipe: Path, tmp_
     assert tags_in(tmp_path / "checkpoints") == ["step_00000002", "step_00000004"]
 
 
-def blind(path: Path, output: Path) -> Any:
-    """Rank 1 does not see the checkpoints."""
+def blind(path: Path, output: Path, rank: int) -> Any:
+    """`rank` does not see the checkpoints."""
     from hybrid.train import checkpoint
 
-    seen = checkpoint.tags_in if os.environ["RANK"] == "0" else lambda _: []
+    seen = (lambda _: []) if os.environ["RANK"] == str(rank) else checkpoint.tags_in
     with tiny.patched(checkpoint, "tags_in", seen):
         return tiny.run(path, output)
 
 
-def test_ranks_that_see_different_checkpoints_all_stop(two_ranks, tiny_recipe: Path, tmp_path: Path):
-    """T009: one message, on the main rank."""
-    two_ranks.run(tiny.run, tiny_recipe, tmp_path, train__steps=1)
-    main, other = two_ranks.run(blind, tiny_recipe, tmp_path)
+@pytest.mark.parametrize(("size", "lost"), [(2, 1), (4, 2), (4, 0)])
+def test_ranks_that_see_different_checkpoints_all_stop(
+    rank_pools, tiny_recipe: Path, tmp_path: Path, size: int, lost: int
+):
+    """T009: one message, on the main rank, also where that is the one without a view; nothing is trained."""
+    rank_pools(size).run(tiny.run, tiny_recipe, tmp_path, train__steps=1)
+    main, *others = rank_pools(size).run(blind, tiny_recipe, tmp_path, lost)
+    views = "; ".join(f"rank {r}: {'none' if r == lost else 'step_00000001'}" for r in range(size))
     assert main[0] == "TrainError"
-    assert "disagree about the checkpoints they see: rank 0: step_00000001; rank 1: none" in main[1]
-    assert other == ("SystemExit", "2")
+    assert f"disagree about the checkpoints they see: {views}" in main[1]
+    assert others == [("SystemExit", "2")] * (size - 1)
+    assert tiny.logged_steps(tmp_path) == 1
 
 
 def different(path: Path, output: Path) -> Any:
