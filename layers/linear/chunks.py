@@ -1,4 +1,4 @@
-"""Sequences cut into chunks of equal length, their decays, and work on groups of chunks.
+"""Sequences cut into chunks of equal length, and their decays.
 
 In the chunk layout the chunk axis comes first, `[N, B, L, ...]`: N chunks of L tokens, so that what one step
 of the recurrence reads lies together. Tokens missing in a last chunk are zero. Packed documents are cut one
@@ -7,8 +7,7 @@ by one, each to whole chunks; the recurrence starts anew at each one's first chu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,45 +57,6 @@ class Cut:
         if self.places is not None:
             return x.flatten(0, 2).index_select(0, self.places)[None]
         return x.transpose(0, 1).flatten(1, 2)[:, : self.tokens]
-
-
-GROUP_ROWS = 4096
-"""Chunks are worked on so many rows (tokens times heads) at a time, which keeps them in a CPU's cache."""
-GROUP_ROWS_GPU = 2**18
-
-
-def groups(like: Tensor) -> Iterator[slice]:
-    """Chunks of `like` `[N, B, L, H, ...]` that are worked on together."""
-    count, batch, size, heads = like.shape[:4]
-    rows = GROUP_ROWS_GPU if like.is_cuda else GROUP_ROWS
-    step = max(1, rows // (batch * size * heads))
-    for start in range(0, count, step):
-        yield slice(start, min(count, start + step))
-
-
-def each(starts: Sequence[bool], *tensors: Tensor) -> list[tuple[bool, tuple[Tensor, ...]]]:
-    """For every chunk whether it is a start, and its part of each tensor."""
-    return list(zip(starts, zip(*(x.unbind() for x in tensors), strict=True), strict=True))
-
-
-@contextmanager
-def exact_products(like: Tensor) -> Iterator[None]:
-    """No TF32, whose 10 bits centred factors do not bear."""
-    if like.device.type != "cuda":
-        yield
-        return
-    matmul = torch.backends.cuda.matmul
-    before, matmul.allow_tf32 = matmul.allow_tf32, False
-    try:
-        yield
-    finally:
-        matmul.allow_tf32 = before
-
-
-def add_products(total: Tensor, a: Tensor, b: Tensor, factor: float = 1) -> Tensor:
-    """`total + factor * a @ b` for `[n, X, ...]`, in place."""
-    total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1), alpha=factor)
-    return total
 
 
 LEAST_DECAY = -40.0

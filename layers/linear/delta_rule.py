@@ -20,13 +20,13 @@ Shapes: B sequences, T tokens, HV heads, K key and V value width, n chunks of L 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .chunks import add_products, bounded, centred_growth, each, exact_products, groups
+from .chunks import bounded, centred_growth
+from .groups import Rule, add_products, each
 from .kernels import borders, fla_function, recurrent
 
 CHUNKS = (32, 16)
@@ -136,8 +136,9 @@ def _chunks(
         state = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1])
     cut, g = bounded(g, CHUNKS, lengths)
     q, k, v, beta, state = (x.to(g.dtype) for x in (q, k, v, beta, state))
-    out, state = _Chunks.apply(cut.starts, state, *(cut.split(x) for x in (q, k, v, g, beta[..., None])))
-    return cut.join(out).to(dtype), state.to(dtype)
+    operands = [cut.split(x) for x in (q, k, v, g, beta[..., None])]
+    out, memory = RULE.run(cut.starts, state.flatten(0, 1), operands)
+    return cut.join(out).to(dtype), memory.view(state.shape).to(dtype)
 
 
 class _Scores(NamedTuple):
@@ -169,72 +170,33 @@ def _scores(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> _Scores:
     return _Scores(left, q_left, k_left, right, read, inverse, grow, grow[..., -1:, :].mT)
 
 
-class _Chunks(torch.autograd.Function):
-    """All chunks. Kept for the backward: the operands and the state before every chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, starts: Sequence[bool], state: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
-        """Operands q, k, v, g, beta `[n, B, L, HV, ...]`; `starts`: chunks that M is zero before."""
-        value = operands[2]
-        out = torch.empty_like(value, memory_format=torch.contiguous_format)
-        memory = state.flatten(0, 1)
-        memories = state.new_empty(len(value) + 1, *memory.shape)
-        with exact_products(state):
-            for span in groups(value):
-                q, k, v, g, beta = (x[span].transpose(2, 3) for x in operands)
-                s = _scores(q, k, g, beta)
-                writes = (v * beta).flatten(1, 2).contiguous()
-                scaled = torch.empty_like(memories[span])
-                steps = (memories[span], scaled, s.scale, writes, s.k_left, s.inverse, s.right.mT)
-                for fresh, (before, large, scale, write, left, inverse, right) in each(starts[span], *steps):
-                    if fresh:
-                        memory = torch.zeros_like(memory)
-                    before.copy_(memory)
-                    torch.mul(scale, memory, out=large)
-                    torch.bmm(inverse, torch.baddbmm(write, left, large, alpha=-1), out=write)
-                    memory = torch.baddbmm(large, right, write).mul_(scale)
-                y = add_products(s.q_left @ scaled, s.read, writes)
-                out[span].transpose(2, 3).copy_(y.view(v.shape))
-        memories[-1] = memory
-        ctx.save_for_backward(memories, *operands)
-        ctx.starts = starts
-        return out, memory.view(state.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        memories, *operands = ctx.saved_tensors
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
-        d_memory = grad_state.flatten(0, 1)
-        with torch.autocast(grad.device.type, enabled=False), exact_products(grad):
-            for span in reversed(list(groups(grad))):
-                own = [x[span].transpose(2, 3) for x in (*operands, grad)]
-                around = memories[span.start : span.stop + 1]
-                into = [x[span].transpose(2, 3) for x in grads]
-                d_memory = _group_backward(own, around, d_memory, ctx.starts[span], into)
-        return None, d_memory.view(grad_state.shape), *grads
-
-
-def _group_backward(
-    operands: list[Tensor],
-    memories: Tensor,
-    d_memory: Tensor,
-    starts: Sequence[bool],
-    into: list[Tensor],
+def _forward(
+    operands: list[Tensor], memories: Tensor, memory: Tensor, starts: Sequence[bool], out: Tensor
 ) -> Tensor:
-    """One group of chunks; `d_x` is the gradient of x.
+    """One group of chunks (see `Rule.forward`): operands q, k, v, g, beta; M `[X, K, V]`."""
+    q, k, v, g, beta = (x.transpose(2, 3) for x in operands)
+    s = _scores(q, k, g, beta)
+    writes = (v * beta).flatten(1, 2).contiguous()
+    scaled = torch.empty_like(memories)
+    steps = (memories, scaled, s.scale, writes, s.k_left, s.inverse, s.right.mT)
+    for fresh, (before, large, scale, write, left, inverse, right) in each(starts, *steps):
+        if fresh:
+            memory = torch.zeros_like(memory)
+        before.copy_(memory)
+        torch.mul(scale, memory, out=large)
+        torch.bmm(inverse, torch.baddbmm(write, left, large, alpha=-1), out=write)
+        memory = torch.baddbmm(large, right, write).mul_(scale)
+    y = add_products(s.q_left @ scaled, s.read, writes)
+    out.transpose(2, 3).copy_(y.view(v.shape))
+    return memory
 
-    Args:
-        operands: q, k, v, g, beta and the gradient of o, `[n, B, HV, L, ...]` of any layout.
-        memories: the state before each chunk, and after the last one, `[n + 1, X, K, V]`.
-        d_memory: of the latter.
-        starts: for each chunk, whether it starts from a zero state.
-        into: places for the gradients of the first five operands.
 
-    Returns:
-        Gradient of the state before the first chunk.
-    """
-    q, k, v, g, beta, grad = operands
+def _backward(
+    operands: list[Tensor], memories: Tensor, d_memory: Tensor, starts: Sequence[bool], into: list[Tensor]
+) -> Tensor:
+    """The same backward (see `Rule.backward`); `d_x` is the gradient of x."""
+    q, k, v, g, beta, grad = (x.transpose(2, 3) for x in operands)
+    into = [x.transpose(2, 3) for x in into]
     size, heads = q.shape[-2], q.shape[1:3]
     s = _scores(q, k, g, beta)
     scaled = s.scale * memories[:-1]
@@ -271,3 +233,6 @@ def _group_backward(
     torch.mul(d_rest, -beta, out=into[2])
     torch.sub((d_key * k).sum(-1, keepdim=True), (d_rest * v).sum(-1, keepdim=True), out=into[4])
     return d_memory
+
+
+RULE = Rule(_forward, _backward, value=2)

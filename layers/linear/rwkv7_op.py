@@ -21,13 +21,13 @@ Shapes: B sequences, T tokens, H heads, K key and V value width, n chunks of L t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .chunks import Cut, add_products, centred_growth, each, exact_products, groups
+from .chunks import Cut, centred_growth
+from .groups import Rule, add_products, each
 from .kernels import borders, fla_function, recurrent
 
 CHUNK = 32
@@ -127,8 +127,9 @@ def chunked(
     """In chunks: arguments and results as in `rwkv7_recurrence`, which sees to dtypes. Tokens of zeros, which
     fill a last chunk, leave the state as it is."""
     cut = Cut.of(r.shape[1], CHUNK, lengths, r.device)
-    out, state = _Chunks.apply(cut.starts, state, *(cut.split(x) for x in (r, log_decay, k, v, a, b)))
-    return cut.join(out), state
+    operands = [cut.split(x) for x in (r, log_decay, k, v, a, b)]
+    out, memory = RULE.run(cut.starts, state.flatten(0, 1), operands)
+    return cut.join(out), memory.view(state.shape)
 
 
 class _Scores(NamedTuple):
@@ -143,8 +144,8 @@ class _Scores(NamedTuple):
     scale: Tensor  # [.., K, 1]: e^m
 
 
-def _scores(r: Tensor, log_decay: Tensor, k: Tensor, a: Tensor, b: Tensor, seen: Tensor) -> _Scores:
-    """From operands `[n, B, H, L, K]` of any layout; `seen` as from `_seen`."""
+def _scores(r: Tensor, log_decay: Tensor, k: Tensor, a: Tensor, b: Tensor) -> _Scores:
+    """From operands `[n, B, H, L, K]` of any layout."""
     size = r.shape[-2]
     grow = centred_growth(log_decay)
     grow_before = torch.cat((1 / grow[..., -1:, :], grow[..., :-1, :]), -2)
@@ -154,16 +155,16 @@ def _scores(r: Tensor, log_decay: Tensor, k: Tensor, a: Tensor, b: Tensor, seen:
     torch.div(k, grow, out=right[..., :size, :])
     torch.div(b, grow, out=right[..., size:, :])
     left, right, grow, grow_before = (x.flatten(1, 2) for x in (left, right, grow, grow_before))
-    scores = (left @ right.mT).mul_(seen)
+    scores = (left @ right.mT).mul_(_seen(size, r))
     eye = torch.eye(size, dtype=r.dtype, device=r.device).expand(*scores.shape[:-2], size, size)
     inverse = torch.linalg.solve_triangular(-scores[..., size:, size:], eye, upper=False, unitriangular=True)
     return _Scores(left, right, scores, inverse, grow, grow_before, grow[..., -1:, :].mT)
 
 
-def _seen(like: Tensor) -> Tensor:
-    """`[2L, 2L]` for chunks `[n, B, L, ...]`: 1 where a row sees a column, else 0. Outputs see tokens up to
-    their own, reads only earlier ones. (A factor: what it hides is finite, and filling is far slower.)"""
-    every = like.new_ones(like.shape[2], like.shape[2])
+def _seen(size: int, like: Tensor) -> Tensor:
+    """`[2L, 2L]`, 1 where a row sees a column, else 0. Outputs see tokens up to their own, reads only earlier
+    ones. (A factor: what it hides is finite, and filling is far slower.)"""
+    every = like.new_ones(size, size)
     return torch.cat((every.tril(), every.tril(-1))).repeat(1, 2)
 
 
@@ -176,83 +177,37 @@ def _values(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows, *rows.split(size, -2)
 
 
-class _Chunks(torch.autograd.Function):
-    """All chunks. Kept for the backward: the operands and the state before every chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, starts: Sequence[bool], state: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
-        """Operands r, log_decay, k, v, a, b `[n, B, L, H, ...]`; `starts`: chunks that M is zero before."""
-        value = operands[3]
-        size, seen = value.shape[2], _seen(value)
-        out = torch.empty_like(value, memory_format=torch.contiguous_format)
-        memory = state.flatten(0, 1)
-        memories = state.new_empty(len(value) + 1, *memory.shape)
-        with exact_products(state):
-            for span in groups(value):
-                r, decay, k, v, a, b = (x[span].transpose(2, 3) for x in operands)
-                s = _scores(r, decay, k, a, b, seen)
-                rows, values, reads = _values(v)
-                own = s.scores[..., size:, :size] @ values
-                scaled = torch.empty_like(memories[span])
-                steps = (
-                    memories[span], scaled, s.scale, own, s.left[..., size:, :], s.inverse, reads, rows,
-                    s.right.mT,
-                )  # fmt: skip
-                for fresh, (before, large, scale, seen_own, left, inverse, read, row, right) in each(
-                    starts[span], *steps
-                ):
-                    if fresh:
-                        memory = torch.zeros_like(memory)
-                    before.copy_(memory)
-                    torch.mul(scale, memory, out=large)
-                    read.copy_(inverse @ torch.baddbmm(seen_own, left, large))
-                    memory = torch.baddbmm(large, right, row).mul_(scale)
-                y = add_products(s.left[..., :size, :] @ scaled, s.scores[..., :size, :], rows)
-                out[span].transpose(2, 3).copy_(y.view(v.shape))
-        memories[-1] = memory
-        ctx.save_for_backward(memories, *operands)
-        ctx.starts = starts
-        return out, memory.view(state.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        memories, *operands = ctx.saved_tensors
-        seen = _seen(grad)
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
-        d_memory = grad_state.flatten(0, 1)
-        with torch.autocast(grad.device.type, enabled=False), exact_products(grad):
-            for span in reversed(list(groups(grad))):
-                own = [x[span].transpose(2, 3) for x in (*operands, grad)]
-                around = memories[span.start : span.stop + 1]
-                into = [x[span].transpose(2, 3) for x in grads]
-                d_memory = _group_backward(own, around, d_memory, seen, ctx.starts[span], into)
-        return None, d_memory.view(grad_state.shape), *grads
-
-
-def _group_backward(
-    operands: list[Tensor],
-    memories: Tensor,
-    d_memory: Tensor,
-    seen: Tensor,
-    starts: Sequence[bool],
-    into: list[Tensor],
+def _forward(
+    operands: list[Tensor], memories: Tensor, memory: Tensor, starts: Sequence[bool], out: Tensor
 ) -> Tensor:
-    """One group of chunks; `d_x` is the gradient of x.
+    """One group of chunks (see `Rule.forward`): operands r, log_decay, k, v, a, b; M `[X, K, V]`."""
+    r, decay, k, v, a, b = (x.transpose(2, 3) for x in operands)
+    size = v.shape[-2]
+    s = _scores(r, decay, k, a, b)
+    rows, values, reads = _values(v)
+    own = s.scores[..., size:, :size] @ values
+    scaled = torch.empty_like(memories)
+    steps = (memories, scaled, s.scale, own, s.left[..., size:, :], s.inverse, reads, rows, s.right.mT)
+    for fresh, (before, large, scale, seen, left, inverse, read, row, right) in each(starts, *steps):
+        if fresh:
+            memory = torch.zeros_like(memory)
+        before.copy_(memory)
+        torch.mul(scale, memory, out=large)
+        read.copy_(inverse @ torch.baddbmm(seen, left, large))
+        memory = torch.baddbmm(large, right, row).mul_(scale)
+    y = add_products(s.left[..., :size, :] @ scaled, s.scores[..., :size, :], rows)
+    out.transpose(2, 3).copy_(y.view(v.shape))
+    return memory
 
-    Args:
-        operands: r, log_decay, k, v, a, b and the gradient of o, `[n, B, H, L, ...]` of any layout.
-        memories: the state before each chunk, and after the last one, `[n + 1, X, K, V]`.
-        d_memory: of the latter.
-        starts: for each chunk, whether it starts from a zero state.
-        into: places for the gradients of the six operands.
 
-    Returns:
-        Gradient of the state before the first chunk.
-    """
-    r, log_decay, k, v, a, b, grad = operands
+def _backward(
+    operands: list[Tensor], memories: Tensor, d_memory: Tensor, starts: Sequence[bool], into: list[Tensor]
+) -> Tensor:
+    """The same backward (see `Rule.backward`); `d_x` is the gradient of x."""
+    r, log_decay, k, v, a, b, grad = (x.transpose(2, 3) for x in operands)
+    into = [x.transpose(2, 3) for x in into]
     size, heads = r.shape[-2], r.shape[1:3]
-    s = _scores(r, log_decay, k, a, b, seen)
+    s = _scores(r, log_decay, k, a, b)
     scaled = s.scale * memories[:-1]
     rows, values, reads = _values(v)
     own = add_products(s.scores[..., size:, :size] @ values, s.left[..., size:, :], scaled)
@@ -268,7 +223,7 @@ def _group_backward(
         d_memory = torch.baddbmm(d_after, left, d_row).mul_(scale)
         if fresh:
             d_memory = torch.zeros_like(d_memory)
-    d_scores = (d_rows @ rows.mT).mul_(seen)
+    d_scores = (d_rows @ rows.mT).mul_(_seen(size, grad))
     d_left = add_products(d_scores @ s.right, d_rows, scaled.mT)
     d_right = add_products(d_scores.mT @ s.left, rows, d_sum.mT)
     d_v = add_products(s.scores[..., :size].mT @ d_rows, s.right[..., :size, :], d_sum)
@@ -287,3 +242,6 @@ def _group_backward(
     torch.div(d_right[..., :size, :], grow, out=into[2])
     torch.div(d_right[..., size:, :], grow, out=into[5])
     return d_memory
+
+
+RULE = Rule(_forward, _backward, value=3)

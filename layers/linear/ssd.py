@@ -18,13 +18,13 @@ Shapes: T tokens, n chunks of L tokens, X = batch * G.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .chunks import add_products, bounded, centred_growth, each, exact_products, groups
+from .chunks import bounded, centred_growth
+from .groups import Rule, add_products, each
 from .kernels import borders, fla_function, recurrent
 
 CHUNKS = (64, 32, 16)
@@ -114,7 +114,7 @@ def _chunks(
     cut, g = bounded(g, CHUNKS, lengths)
     x, b, c, state = (z.to(g.dtype) for z in (x, b, c, state))
     memory = state.unflatten(1, heads).permute(0, 1, 4, 2, 3).flatten(0, 1)  # [X, N, M, P]
-    out, memory = _Chunks.apply(cut.starts, memory, *(cut.split(z) for z in (x, b, c, g)))
+    out, memory = RULE.run(cut.starts, memory, [cut.split(z) for z in (x, b, c, g)])
     state = memory.unflatten(0, (-1, heads[0])).permute(0, 1, 3, 4, 2).flatten(1, 2)
     return cut.join(out).to(dtype), state.to(dtype)
 
@@ -149,64 +149,26 @@ def _rows(x: Tensor, b: Tensor, c: Tensor, g: Tensor) -> _Rows:
     return _Rows(_by_group(x / grow, groups), b, c, (c @ b.mT).tril_(), scale, grow)
 
 
-class _Chunks(torch.autograd.Function):
-    """All chunks. Kept for the backward: operands, outputs and the state before every chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, starts: Sequence[bool], memory: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
-        """Operands x, b, c, g `[n, B, L, ...]`, state `[X, N, M, P]`; `starts`: chunks it is zero before."""
-        out = torch.empty_like(operands[0], memory_format=torch.contiguous_format)
-        memories = memory.new_empty(len(out) + 1, *memory.shape)
-        with exact_products(memory):
-            for span in groups(out):
-                s = _rows(*(z[span] for z in operands))
-                added = (s.b.mT @ s.x).unflatten(-1, memory.shape[-2:]).mul_(s.scale)
-                steps = each(starts[span], memories[span], added, s.scale.square())
-                for fresh, (before, more, decay) in steps:
-                    if fresh:
-                        memory = torch.zeros_like(memory)
-                    before.copy_(memory)
-                    memory = torch.addcmul(more, memory, decay)
-                y = add_products(s.read @ s.x, s.c, (memories[span] * s.scale).flatten(-2))
-                torch.mul(s.to_tokens(y), s.grow, out=out[span])
-        memories[-1] = memory
-        ctx.save_for_backward(memories, out, *operands)
-        ctx.starts = starts
-        return out, memory
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, d_memory: Tensor) -> tuple[Tensor | None, ...]:
-        memories, out, *operands = ctx.saved_tensors
-        grads = [torch.empty_like(z, memory_format=torch.contiguous_format) for z in operands]
-        with torch.autocast(grad.device.type, enabled=False), exact_products(grad):
-            for span in reversed(list(groups(grad))):
-                own = [z[span] for z in (*operands, out, grad)]
-                around = memories[span.start : span.stop + 1]
-                into = [z[span] for z in grads]
-                d_memory = _group_backward(own, around, d_memory, ctx.starts[span], into)
-        return None, d_memory, *grads
-
-
-def _group_backward(
-    operands: list[Tensor],
-    memories: Tensor,
-    d_memory: Tensor,
-    starts: Sequence[bool],
-    into: list[Tensor],
+def _forward(
+    operands: list[Tensor], memories: Tensor, memory: Tensor, starts: Sequence[bool], out: Tensor
 ) -> Tensor:
-    """One group of chunks; `d_z` is the gradient of z.
+    """One group of chunks (see `Rule.forward`): operands x, b, c, g; the state is `[X, N, M, P]`."""
+    s = _rows(*operands)
+    added = (s.b.mT @ s.x).unflatten(-1, memory.shape[-2:]).mul_(s.scale)
+    for fresh, (before, more, decay) in each(starts, memories, added, s.scale.square()):
+        if fresh:
+            memory = torch.zeros_like(memory)
+        before.copy_(memory)
+        memory = torch.addcmul(more, memory, decay)
+    y = add_products(s.read @ s.x, s.c, (memories * s.scale).flatten(-2))
+    torch.mul(s.to_tokens(y), s.grow, out=out)
+    return memory
 
-    Args:
-        operands: x, b, c, g, o and the gradient of o, `[n, B, L, ...]`.
-        memories: the state before each chunk, and after the last one, `[n + 1, X, N, M, P]`.
-        d_memory: of the latter.
-        starts: for each chunk, whether it starts from a zero state.
-        into: places for the gradients of the first four operands.
 
-    Returns:
-        Gradient of the state before the first chunk.
-    """
+def _backward(
+    operands: list[Tensor], memories: Tensor, d_memory: Tensor, starts: Sequence[bool], into: list[Tensor]
+) -> Tensor:
+    """The same backward (see `Rule.backward`); `d_z` is the gradient of z."""
     x, b, c, g, out, grad = operands
     s = _rows(x, b, c, g)
     d_y = _by_group(grad * s.grow, b.shape[3])
@@ -230,3 +192,6 @@ def _group_backward(
     size = x.shape[2]
     torch.matmul(g.new_ones(size, size).triu(), d_log, out=into[3])
     return d_memory
+
+
+RULE = Rule(_forward, _backward, value=0, keeps_outputs=True)

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid.layers import Context, LayerError, Site, mixer_class
 from hybrid.layers import rwkv7 as module
-from hybrid.layers.linear import chunks, rwkv7_op
+from hybrid.layers.linear import groups, rwkv7_op
 from hybrid.layers.linear.rwkv7_op import chunked, rwkv7_recurrence, steps
 from hybrid.layers.rwkv7 import RWKV7, RWKV7Options, low_ranks
 from hybrid.verify.mixers import run_layer, run_operator
@@ -120,7 +120,7 @@ def test_chunks_are_exact_in_fp32_at_the_limits_of_the_decay(decay):
 def test_groups_of_chunks_join_without_a_seam(monkeypatch):
     given = operands(length=300)
     whole = value_and_gradients(chunked(*given), given)
-    monkeypatch.setattr(chunks, "GROUP_ROWS", 1)
+    monkeypatch.setattr(groups, "GROUP_ROWS", 1)
     assert_equal(value_and_gradients(chunked(*given), given), whole, 1e-13)
 
 
