@@ -14,8 +14,9 @@ from .base import Flops
 from .context import Context
 from .cut import SequenceCut
 from .errors import is_count, require
+from .heads import ProjectionOptions
 from .parameters import always_used
-from .projections import Projected, ProjectedMixer, ProjectedState, ProjectionOptions
+from .projections import Projected, ProjectedMixer, ProjectedState
 from .registry import register
 from .softmax import attention, block_window_attention
 

@@ -18,62 +18,12 @@ from . import value_residual
 from .base import Flops, Mixer, MixerState, Site
 from .context import Context
 from .cut import share_of
-from .errors import LayerError, is_count, require
-from .norms import NORMS, make_norm
+from .errors import LayerError
+from .heads import Heads, ProjectionOptions
+from .norms import make_norm
 from .parameters import initialise
-from .rope import STYLES, Rotary, positions, rotary, rotate
+from .rope import Rotary, positions, rotary, rotate
 from .shift import Last, last_token, shift_ramp, token_shift
-
-
-@dataclass
-class ProjectionOptions:
-    """Options that all softmax mixers share; values out of range raise LayerError."""
-
-    num_heads: int | None = None
-    """Query heads H. None: hidden_size / head_dim."""
-    num_kv_heads: int | None = None
-    """Key/value heads G, a divisor of num_heads; query head h reads head h // (H / G). None: num_heads."""
-    head_dim: int | None = None
-    """D. None: hidden_size / num_heads, or the paper's 128 where num_heads is None too."""
-    rotary_dim: int | None = None
-    """P, the leading features of each head that are rotated; even. None: the kind's own default."""
-    rotary_base: float = 10000.0
-    """Slowest rotation is about 1 / base radians a token."""
-    rotary_style: str = "paper"
-    """paper (interleaved pairs, inclusive exponents, turned by minus the angle) or standard (Llama)."""
-    qk_norm: str = "layernorm"
-    """Per-head norm of queries and keys: layernorm, rmsnorm or none."""
-    token_shift: bool = True
-    """Mix each projected q, k and v with the previous token's."""
-    value_residual: bool = True
-    """Gate values towards those of the first layer of the same kind."""
-    qkv_bias: bool = False
-    """Biases of the q, k and v projections."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
-            value = getattr(self, name)
-            require(value is None or is_count(value), name, value, "a whole number of 1 or more, or null")
-        dim = self.rotary_dim
-        even = dim is None or (is_count(dim, 0) and dim % 2 == 0)
-        require(even, "rotary_dim", dim, "an even number, 0 or more, or null")
-        base = self.rotary_base
-        positive = isinstance(base, int | float) and math.isfinite(base) and base > 0
-        require(positive, "rotary_base", base, "a number above 0")
-        require(self.rotary_style in STYLES, "rotary_style", self.rotary_style, ", ".join(STYLES))
-        require(self.qk_norm in (*NORMS, "none"), "qk_norm", self.qk_norm, ", ".join((*NORMS, "none")))
-        for name in ("token_shift", "value_residual", "qkv_bias"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, value, "true, false")
-
-
-class Heads(NamedTuple):
-    """Options resolved for one hidden size."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int
 
 
 @dataclass
@@ -163,31 +113,7 @@ class ProjectedMixer(Mixer):
     @classmethod
     def heads(cls, options: Any, hidden_size: int) -> Heads:
         """The options' head counts and sizes for `hidden_size`; LayerError where they do not fit it."""
-        num_heads, head_dim = options.num_heads, options.head_dim
-        if num_heads is None:
-            head_dim = head_dim or 128
-            if hidden_size % head_dim:
-                raise LayerError(
-                    f"num_heads is not given and hidden_size {hidden_size} is no multiple of head_dim "
-                    f"{head_dim}; give num_heads, or a head_dim that divides hidden_size"
-                )
-            num_heads = hidden_size // head_dim
-        if head_dim is None:
-            if hidden_size % num_heads:
-                raise LayerError(
-                    f"hidden_size {hidden_size} is no multiple of num_heads {num_heads}; give head_dim as "
-                    "well, or a num_heads that divides hidden_size"
-                )
-            head_dim = hidden_size // num_heads
-        num_kv_heads = options.num_kv_heads or num_heads
-        if num_heads % num_kv_heads:
-            raise LayerError(f"num_kv_heads is {num_kv_heads}; allowed: divisors of num_heads {num_heads}")
-        rotary_dim = options.rotary_dim
-        if rotary_dim is None:
-            rotary_dim = cls.default_rotary_dim(head_dim)
-        if rotary_dim > head_dim:
-            raise LayerError(f"rotary_dim is {rotary_dim}; allowed: even numbers up to head_dim {head_dim}")
-        return Heads(num_heads, num_kv_heads, head_dim, rotary_dim)
+        return Heads.of(options, hidden_size, cls.default_rotary_dim)
 
     @classmethod
     def check(cls, options: Any, site: Site) -> None:
@@ -347,14 +273,7 @@ class ProjectedMixer(Mixer):
             first = v if own_input else self.c_v(context.embedding)
             context.first_values[self.kind] = first
         else:
-            first = context.first_values.get(self.kind)
-            if first is None:
-                raise LayerError(
-                    f"layer {self.site.layer} ({self.kind}) needs the first {self.kind} layer's values in "
-                    "context.first_values; run that layer before it with the same context, or build it with "
-                    "first_of_kind, or with value_residual off"
-                )
-        value_residual.refuse_width(self.kind, self.site.layer, self.kv_width, first)
+            first = value_residual.first_values(self, self.kv_width, context)
         return value_residual.mix_values(v, first, self.v_gate0, self.v_gate2(self.v_gate1(x)))
 
     def own(self, parameter: Tensor, context: Context) -> Tensor:

@@ -228,15 +228,7 @@ class RWKV7(Mixer):
                 first = self.value(self._shifted(context.embedding, state.shift_first, context, "v")["v"])
             context.first_values[self.kind] = first
         else:
-            found = context.first_values.get(self.kind)
-            if found is None:
-                raise LayerError(
-                    f"layer {self.site.layer} ({self.kind}) needs the first {self.kind} layer's values in "
-                    "context.first_values; run that layer before it with the same context, or build it with "
-                    "first_of_kind, or with value_residual off"
-                )
-            first = found
-        value_residual.refuse_width(self.kind, self.site.layer, self.site.hidden_size, first)
+            first = value_residual.first_values(self, self.site.hidden_size, context)
         return value_residual.mix_values(v, first, self.v0, self.v2(self.v1(shifted)))
 
     def _shift_state(self, x: Tensor, context: Context, cut: SequenceCut) -> tuple[Tensor, RWKV7State]:

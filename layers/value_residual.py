@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from .base import Mixer
+from .context import Context
 from .errors import LayerError
 
 
@@ -23,14 +25,24 @@ def mix_values(v: Tensor, first: Tensor, gate0: Tensor, gate: Tensor) -> Tensor:
     return torch.lerp(v, first.to(v.dtype), torch.sigmoid(gate + gate0).to(v.dtype))
 
 
-def refuse_width(kind: str, layer: int, width: int, first: Tensor) -> None:
-    """LayerError unless `first` `[B, T, W]`, of the first layer of the kind, has this layer's width."""
+def first_values(layer: Mixer, width: int, context: Context) -> Tensor:
+    """What the first layer of `layer`'s kind shares, `[B, T, width]`; LayerError where it is missing or
+    of another width."""
+    kind, index = layer.kind, layer.site.layer
+    first = context.first_values.get(kind)
+    if first is None:
+        raise LayerError(
+            f"layer {index} ({kind}) needs the first {kind} layer's values in context.first_values; run that "
+            "layer before it with the same context, or build it with first_of_kind, or with "
+            "value_residual off"
+        )
     if first.shape[-1] != width:
         raise LayerError(
-            f"layer {layer} ({kind}) has values of width {width}, but the first {kind} layer shares values "
+            f"layer {index} ({kind}) has values of width {width}, but the first {kind} layer shares values "
             f"of width {first.shape[-1]}: the value residual needs equal num_kv_heads * head_dim, or "
             "value_residual off in one of the two"
         )
+    return first
 
 
 def reset_gate0(gate0: Tensor) -> None:

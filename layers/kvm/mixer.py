@@ -14,9 +14,10 @@ from ..base import Flops, Site
 from ..context import Context
 from ..cut import SequenceCut
 from ..errors import LayerError, is_count, require
+from ..heads import Heads, ProjectionOptions
 from ..norms import LayerNorm, compute_dtype
 from ..parameters import always_used, initialise
-from ..projections import Heads, Projected, ProjectedMixer, ProjectedState, ProjectionOptions
+from ..projections import Projected, ProjectedMixer, ProjectedState
 from ..registry import register
 from .attention import KVMSpec, KVMState, kvm_attention
 from .budget import MODES, Budget

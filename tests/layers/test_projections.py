@@ -7,7 +7,7 @@ import torch
 
 from hybrid.layers import Context, LayerError, Site
 from hybrid.layers.attention import FullAttention
-from hybrid.layers.projections import ProjectionOptions
+from hybrid.layers.heads import ProjectionOptions
 from tests.parity.attention_reference import mix
 
 from .mixers import HIDDEN, assert_same_gradients, build, gradients, in_pieces, packed_context, tokens

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hybrid.layers import LayerError, value_residual
+from hybrid.layers import Context, LayerError, Site, mixer_class, value_residual
 
 
 @pytest.mark.parametrize(("hidden", "rank"), [(16, 32), (768, 32), (1024, 32), (4096, 96)])
@@ -35,5 +35,9 @@ def test_second_matrix_starts_orthogonal(width, rank, gain):
 
 
 def test_refuses_other_widths():
+    KVM = mixer_class("kvm")
+    layer = KVM(KVM.Options(num_heads=2), Site(32, layer=5, num_layers=6, first_of_kind=False))
+    x = torch.zeros(1, 1, 32)
+    context = Context.of(x, first_values={"kvm": torch.zeros(1, 1, 64)})
     with pytest.raises(LayerError, match=r"layer 5 \(kvm\) has values of width 32, .* of width 64"):
-        value_residual.refuse_width("kvm", 5, 32, torch.zeros(1, 1, 64))
+        layer(x, context)
