@@ -16,8 +16,8 @@ from .commands import COMMANDS
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 checks failed, 2 a mistake in what was asked,
-    69 other processes of the run lost, 130 interrupted. Only a fault of the program itself leaves as an
-    exception."""
+    69 other processes of the run lost, 75 stopped by SIGTERM, 130 interrupted. Only a fault of the program
+    itself leaves as an exception."""
     if sys.stdout is None:  # closed by who started us: nobody wants the text, files are written all the same
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
     for stream in (sys.stdout, sys.stderr):

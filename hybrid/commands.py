@@ -35,15 +35,17 @@ def _load_recipe(arguments: argparse.Namespace, processes: int | None = None):
 
 def _train(arguments: argparse.Namespace) -> int:
     from .train.launcher import number
+    from .train.signals import ending_at_once
 
-    recipe = _load_recipe(arguments, number("WORLD_SIZE", 1, least=1))
-    from .train import train
+    with ending_at_once():
+        recipe = _load_recipe(arguments, number("WORLD_SIZE", 1, least=1))
+        from .train import train
 
-    summary = train(recipe)
-    if os.environ.get("RANK", "0") == "0":
-        from .evaluate.summary import report
+        summary = train(recipe)
+        if os.environ.get("RANK", "0") == "0":
+            from .evaluate.summary import report
 
-        print(report(recipe, summary))
+            print(report(recipe, summary))
     return 0
 
 

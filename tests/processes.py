@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,3 +47,11 @@ def wait_for_steps(process: subprocess.Popen, output: Path, count: int, log: Pat
                 return
         time.sleep(0.01)
     raise AssertionError(f"no {count} steps in time:\n{log.read_text()}")
+
+
+def wait_until_it_catches_sigterm(pid: int, seconds: float = SECONDS) -> None:
+    """From then on the signal does not simply end the process."""
+    status, end = Path(f"/proc/{pid}/status"), time.monotonic() + seconds
+    while not int(re.findall(r"SigCgt:\s*(\w+)", status.read_text())[0], 16) >> signal.SIGTERM - 1 & 1:
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -99,7 +99,7 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
         return list(hosts)
     left = [host for host in left if host.slots]
     if not left:
-        raise LaunchError(f"--exclude {exclude!r} leaves no slot of {_listed(host.name for host in hosts)}")
+        raise LaunchError(f"--exclude {exclude!r} leaves no slot of {listed(host.name for host in hosts)}")
     return left
 
 
@@ -113,17 +113,17 @@ def _filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[in
         return LaunchError(f"{shown}: {words}; a filter is NAME[:SLOT,SLOT...], several joined by @")
 
     for part in text.split("@"):
-        name, colon, listed = part.partition(":")
+        name, colon, numbers = part.partition(":")
         if not re.fullmatch(_NAME, name):
             raise refuse(part, f"{name!r} is not a host's name")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {_listed(known)}"
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {listed(known)}"
             raise refuse(part, f"there is no host {name!r} ({hint})")
         if name in found:
             raise refuse(part, f"{name} is named twice")
         slots = []
-        for slot in listed.split(",") if colon else ():
+        for slot in numbers.split(",") if colon else ():
             if not slot.isdecimal():
                 raise refuse(
                     part, f"{slot!r} is not a slot's number" if slot else "a slot's number is missing"
@@ -141,7 +141,7 @@ def first(hosts: Sequence[Host], nodes: int | None, slots: int | None) -> list[H
     """The first `nodes` hosts with their first `slots` slots (None: all); LaunchError for too few."""
     if nodes is not None and nodes > len(hosts):
         raise LaunchError(
-            f"--nodes is {nodes}, but there are {len(hosts)} hosts: {_listed(h.name for h in hosts)}"
+            f"--nodes is {nodes}, but there are {len(hosts)} hosts: {listed(h.name for h in hosts)}"
         )
     chosen = list(hosts[:nodes])
     if slots is None:
@@ -172,7 +172,7 @@ def require_addresses(names: Iterable[str], seconds: float = RESOLVE_SECONDS) ->
         thread.join(max(0.0, end - time.monotonic()))
     missing = [f"{name} ({reason})" for name, reason in problems.items() if reason is not None]
     if missing:
-        raise LaunchError(f"no network address is known for {_listed(missing)}; nothing was launched")
+        raise LaunchError(f"no network address is known for {listed(missing)}; nothing was launched")
 
 
 def _span(slots: Sequence[int]) -> str:
@@ -180,6 +180,7 @@ def _span(slots: Sequence[int]) -> str:
     return f"{slots[0]}-{slots[-1]}" if whole else ", ".join(map(str, slots))
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """All, or the first eight and how many more."""
     names = list(names)
     return ", ".join([*names[:8], f"and {len(names) - 8} more"] if len(names) > 9 else names)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from . import hosts
+from . import hosts, ssh
 from .errors import LaunchError
 from .hosts import Host
 
@@ -246,7 +246,8 @@ def _deepspeed(request: Request, chosen: list[Host]) -> Plan:
     ]
     # With a single host DeepSpeed would start it here, whatever its name.
     force = ["--force_multi"] if len(chosen) == 1 else []
-    from_here = Command("one machine that reaches all by ssh, with pdsh", [*start, *force, *meeting, *module])
+    remote = ["--module", *map(ssh.quoted, request.train)]
+    from_here = Command("one machine that reaches all by ssh, with pdsh", [*start, *force, *meeting, *remote])
     return Plan("deepspeed", chosen, commands, from_here, address, port)
 
 

@@ -9,38 +9,41 @@ import socket
 import sys
 from typing import NoReturn
 
+from . import ssh
 from .errors import LaunchError
 from .hosts import require_addresses
 from .plan import Plan
 
 
 def start(plan: Plan, node_rank: int | None) -> NoReturn:
-    """Replace this process by the launcher of one node (`node_rank`) or of all.
+    """Replace this process by the launcher of one node (`node_rank`) or of all, or by what stands over one.
 
-    Signals and the exit code are then the launcher's own.
+    The exit code is the launcher's. SIGTERM makes the processes of this machine save and end (`supervise`);
+    over pdsh DeepSpeed passes it on to all hosts, and ends with 1.
 
-    Raises LaunchError, before anything was started, for a program that is missing, a host without address and
-    a busy port.
+    Raises LaunchError, before anything was started, for a program that is missing, a master without address,
+    a busy port, and a host that ssh does not reach.
     """
     command = plan.command(node_rank)
     program = command.argv[0]
     if shutil.which(program) is None:
         raise LaunchError(f"there is no command {program} here, which the {plan.launcher} launcher needs")
     everywhere = node_rank is None and plan.launcher == "deepspeed" and plan.master is not None
-    if everywhere and shutil.which("pdsh") is None:
-        raise LaunchError(
-            "DeepSpeed starts other hosts through pdsh, which is not installed here: install it, or run this "
-            f"on each host with --node-rank 0 to {len(plan.hosts) - 1}, which needs neither pdsh nor ssh"
-        )
+    if everywhere:
+        ssh.check([host.name for host in plan.hosts])
     if plan.master is not None:
-        require_addresses([host.name for host in plan.hosts] if everywhere else [plan.master])
+        require_addresses([plan.master])
         if node_rank in (None, 0):
             _refuse_busy_port(plan.master, plan.port)
     elif plan.port is not None:
         _refuse_busy_port("127.0.0.1", plan.port)
     print(command, flush=True)
     sys.stderr.flush()
-    os.execvpe(program, command.argv, os.environ | _accelerator())
+    environment = os.environ | _accelerator() | (ssh.variables() if everywhere else {})
+    if everywhere or plan.launcher == "slurm":
+        os.execvpe(program, command.argv, environment)
+    environment.pop("RANK", None)  # by it `supervise` knows the processes that the launcher starts
+    os.execvpe(sys.executable, [sys.executable, "-m", "hybrid.launch.supervise", *command.argv], environment)
 
 
 def _refuse_busy_port(name: str, port: int | None) -> None:

@@ -162,6 +162,9 @@ class Run:
     def steps(self) -> None:
         """From where the run stands to its last step, or to a signal."""
         train = self.recipe.train
+        if any(self.world.gather(self.signals.stop)):
+            self.monitor.say("stopped by SIGTERM before a step was taken; the same command goes on")
+            raise SystemExit(STOPPED_EXIT_CODE)
         if self.progress.step == 0:
             before = self._score().bits_per_byte
             self.progress.bits_per_byte_before = None if math.isnan(before) else before

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from .errors import STOPPED_EXIT_CODE
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """While the block runs and no `Signals` are active, SIGTERM ends the process with STOPPED_EXIT_CODE:
+    there is nothing to save while it imports or waits for the others.
+
+    Python calls a handler only between two of its own instructions, which may be minutes away; the number of
+    the signal is written to a file at once, and a thread waits for it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        pass
+
+    def end(inbox: socket.socket) -> None:
+        while number := inbox.recv(1):
+            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler:
+                os.write(2, b"hybrid: stopped by SIGTERM outside training; the same command goes on\n")
+                os._exit(STOPPED_EXIT_CODE)
+
+    inbox, outbox = socket.socketpair()
+    outbox.setblocking(False)
+    threading.Thread(target=end, args=(inbox,), name="signals", daemon=True).start()
+    handler_before = signal.signal(signal.SIGTERM, handler)
+    file_before = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(file_before)
+        signal.signal(signal.SIGTERM, handler_before)
+        outbox.close()
 
 
 class Signals:
@@ -37,6 +76,7 @@ class Signals:
         if number == signal.SIGTERM:
             self.stop = True
             if self.at_once:
+                print("hybrid: stopped by SIGTERM before training; the same command goes on", file=sys.stderr)
                 raise SystemExit(STOPPED_EXIT_CODE)
         else:
             self.save = True

@@ -3,6 +3,7 @@
 import re
 import shlex
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -240,16 +241,15 @@ def test_mistakes_end_before_anything_starts(options, message, capsys, monkeypat
     assert message in capsys.readouterr().err
 
 
-def test_a_host_without_address_is_told_and_nothing_starts(tmp_path, capsys, monkeypatch):
+def test_a_master_without_address_is_told_and_nothing_starts(tmp_path, capsys, monkeypatch):
     """T020"""
     monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("started"))
-    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nhost-b.invalid slots=1\n")
-    (tmp_path / "pdsh").touch(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert main(["launch", "debug", "--hostfile", str(tmp_path / "hosts")]) == 2
+    (tmp_path / "hosts").write_text("host-b.invalid slots=1\n127.0.0.1 slots=1\n")
+    launch = ["launch", "debug", "--hostfile", str(tmp_path / "hosts")]
+    assert main([*launch, "--node-rank", "0"]) == 2
     assert "no network address is known for host-b.invalid" in capsys.readouterr().err
-    (tmp_path / "pdsh").unlink()
-    assert main(["launch", "debug", "--hostfile", str(tmp_path / "hosts")]) == 2
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert main(launch) == 2
     assert "pdsh, which is not installed here" in capsys.readouterr().err
 
 
@@ -269,5 +269,6 @@ def test_a_busy_port_is_named(launcher, tmp_path, capsys, monkeypatch):
     assert not started
     main(["launch", "debug", "--launcher", launcher, "--gpus", "2"])
     ((program, argv, _),) = started
-    assert Path(program).name == launcher
+    assert [program, *argv[1:3]] == [argv[0], "-m", "hybrid.launch.supervise"]
+    assert Path(argv[3]).name == launcher
     assert argv[-3:] == ["hybrid", "train", "debug"]

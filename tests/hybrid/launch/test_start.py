@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from hybrid.train.errors import STOPPED_EXIT_CODE
 from hybrid.train.launcher import free_port
 from hybrid.train.monitor import read_metrics
 
-from ...processes import SECONDS, started, wait_for_steps
+from ...processes import SECONDS, started, wait_for_steps, wait_until_it_catches_sigterm
 from ..train import tiny
 
 
@@ -58,3 +60,30 @@ def test_two_runs_at_one_port(tiny_recipe: Path, tmp_path: Path):
         assert first.poll() is None
         before = len(read_metrics(tmp_path / "first"))
         wait_for_steps(first, tmp_path / "first", before + 1, logs[0])
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_sigterm_to_the_launch_command_saves_and_ends(launcher: str, tiny_recipe: Path, tmp_path: Path):
+    """DeepSpeed's launcher alone would die of it and leave the processes training."""
+    log, output = tmp_path / "log", tmp_path / "run"
+    command = launch(tiny_recipe, f"train.output={output}", "train.steps=100000", "--launcher", launcher)
+    with started([*command, "--gpus", "2"], log) as process:
+        wait_for_steps(process, output, 3, log)
+        process.terminate()
+        code = process.wait(SECONDS)
+        assert code == (STOPPED_EXIT_CODE if launcher == "deepspeed" else 1), log.read_text()
+    (stopped,) = re.findall(r"stopped by SIGTERM after step (\d+)", log.read_text())
+    assert (output / "checkpoints" / "latest").read_text() == f"step_{int(stopped):08}"
+
+
+@pytest.mark.launcher
+def test_sigterm_while_the_launcher_starts(tiny_recipe: Path, tmp_path: Path):
+    command = launch(tiny_recipe, f"train.output={tmp_path / 'run'}", "train.steps=1000", "--gpus", 1)
+    with started(command, tmp_path / "log") as process:
+        while "deepspeed" not in (tmp_path / "log").read_text():
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.01)
+        wait_until_it_catches_sigterm(process.pid)
+        process.terminate()
+        assert process.wait(SECONDS) == STOPPED_EXIT_CODE

@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from ...processes import wait_until_it_catches_sigterm
 from . import tiny
 
 _forks = multiprocessing.get_context("forkserver")
@@ -33,12 +34,12 @@ class Ranks:
         self.log = log
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+            self.port = probe.getsockname()[1]
         self.processes = []
         for rank in range(size):
             environment = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port),
                 "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
             }  # fmt: skip
             process = _forks.Process(
@@ -62,6 +63,11 @@ class Ranks:
                     return True
             time.sleep(0.005)
         return False
+
+    def wait_until_they_catch_sigterm(self) -> None:
+        for process in self.processes:
+            assert process.pid is not None
+            wait_until_it_catches_sigterm(process.pid)
 
     def exit_codes(self, seconds: float, ranks: list[int] | None = None) -> list[int | None]:
         """Of the processes, or of some, when they have ended; AssertionError when they do not in time."""

@@ -38,6 +38,7 @@ class Trial:
         self.chance = random.Random(seed)
         self.recipe, self.folder, self.output = recipe, folder, folder / "run"
         self.stage = 3 if seed % 9 == 8 else 1
+        self.misfortunes: list[str] = []
 
     def start(self, **changes: Any) -> contextlib.AbstractContextManager[Ranks]:
         settings = {**SETTINGS, "parallel__zero_stage": self.stage, "train__hang_timeout": HANG_TIMEOUT}
@@ -48,13 +49,17 @@ class Trial:
         assert ranks.wait_for_steps(self.output, self.chance.randint(least, STEPS - 5)), ranks.said()
         time.sleep(self.chance.random() * 0.05)
 
+    def signal(self, ranks: Ranks, rank: int, number: signal.Signals) -> None:
+        ranks.signal(rank, number)
+        self.misfortunes.append(number.name)
+
 
 def killed(trial: Trial) -> None:
     """One rank, which has no chance to say anything: the other does."""
     with trial.start() as ranks:
         trial.wait(ranks)
         victim = trial.chance.randrange(2)
-        ranks.signal(victim, signal.SIGKILL)
+        trial.signal(ranks, victim, signal.SIGKILL)
         assert ranks.exit_codes(MINUTE, [1 - victim]) == [LOST_EXIT_CODE]
     assert re.search(LOST, ranks.said())
 
@@ -62,9 +67,20 @@ def killed(trial: Trial) -> None:
 def asked_to_stop(trial: Trial) -> None:
     with trial.start() as ranks:
         trial.wait(ranks)
-        ranks.signal(trial.chance.randrange(2), signal.SIGTERM)
+        trial.signal(ranks, trial.chance.randrange(2), signal.SIGTERM)
         assert ranks.exit_codes(MINUTE) == [STOPPED_EXIT_CODE] * 2
     assert re.search(r"stopped by SIGTERM after step \d+", ranks.said())
+
+
+def asked_to_stop_early(trial: Trial) -> None:
+    """While it starts, or soon after."""
+    with trial.start() as ranks:
+        ranks.wait_until_they_catch_sigterm()
+        time.sleep(trial.chance.random() * 3)
+        for rank in range(2):
+            trial.signal(ranks, rank, signal.SIGTERM)
+        assert ranks.exit_codes(MINUTE) == [STOPPED_EXIT_CODE] * 2
+    assert re.search(r"stopped by SIGTERM (outside training|before|after)", ranks.said())
 
 
 def stopped_in_its_tracks(trial: Trial) -> None:
@@ -73,7 +89,7 @@ def stopped_in_its_tracks(trial: Trial) -> None:
         trial.wait(ranks)
         victim = trial.chance.randrange(2)
         begin = time.monotonic()
-        ranks.signal(victim, signal.SIGSTOP)
+        trial.signal(ranks, victim, signal.SIGSTOP)
         assert ranks.exit_codes(MINUTE, [1 - victim]) == [LOST_EXIT_CODE]
         assert time.monotonic() - begin < HANG_TIMEOUT
     said = ranks.said()
@@ -86,28 +102,32 @@ def power_cut(trial: Trial) -> None:
     with trial.start() as ranks:
         trial.wait(ranks, 8)
         for rank in range(2):
-            ranks.signal(rank, signal.SIGKILL)
+            trial.signal(ranks, rank, signal.SIGKILL)
         ranks.exit_codes(MINUTE)
     folder = trial.output / "checkpoints"
     assert len(tags_in(folder)) > 1
-    damage(trial.chance, folder / tags_in(folder)[-1])
+    trial.misfortunes += damage(trial.chance, folder / tags_in(folder)[-1])
     (folder / "latest").unlink()
 
 
-def damage(chance: random.Random, tag: Path) -> None:
+def damage(chance: random.Random, tag: Path) -> list[str]:
+    """Some files of a tag; what was done to each."""
+    done = []
     files = sorted(tag.iterdir())
     for path in chance.sample(files, chance.randint(1, len(files))):
         content = path.read_bytes()
-        kind = chance.randrange(4)
-        if kind == 0:
+        kind = chance.choice(["removed", "emptied", "truncated", "truncated", "changed"])
+        done.append(f"file {kind}")
+        at = chance.randrange(len(content))
+        if kind == "removed":
             path.unlink()
-        elif kind == 1:
+        elif kind == "emptied":
             path.write_bytes(b"")
-        elif kind == 2:
-            path.write_bytes(content[: chance.randrange(len(content))])
+        elif kind == "truncated":
+            path.write_bytes(content[:at])
         else:
-            at = chance.randrange(len(content))
             path.write_bytes(content[:at] + bytes([content[at] ^ 255]) + content[at + 1 :])
+    return done
 
 
 def cut_during_a_save(trial: Trial) -> None:
@@ -119,7 +139,7 @@ def cut_during_a_save(trial: Trial) -> None:
         while not list(folder.glob("*.partial")) and time.monotonic() < end:
             pass
         for rank in trial.chance.choice(([0], [1], [0, 1])):
-            ranks.signal(rank, signal.SIGKILL)
+            trial.signal(ranks, rank, signal.SIGKILL)
         ranks.exit_codes(MINUTE)
 
 
@@ -132,6 +152,7 @@ def disk_fills(trial: Trial) -> None:
             with contextlib.suppress(OSError), open(trial.output / "filler", "wb", buffering=0) as file:
                 while True:
                     file.write(b"x" * 4096)
+            trial.misfortunes.append("disk full")
             assert ranks.exit_codes(MINUTE) == [2, 2]
         said = ranks.said()
         assert re.search(r"could not write checkpoint .*No space left on device", said)
@@ -164,12 +185,13 @@ def goes_elsewhere(trial: Trial) -> None:
         **SETTINGS | {"parallel__zero_stage": 0, "train__hang_timeout": HANG_TIMEOUT},
     ) as alone:  # fmt: skip
         assert alone.wait_for_steps(trial.output, logged + 2), alone.said()
-        alone.signal(0, signal.SIGTERM)
+        trial.signal(alone, 0, signal.SIGTERM)
         assert alone.exit_codes(MINUTE) == [STOPPED_EXIT_CODE]
 
 
 KINDS: list[Callable[[Trial], None]] = [
     killed, stopped_in_its_tracks, asked_to_stop, power_cut, cut_during_a_save, disk_fills, goes_elsewhere,
+    asked_to_stop_early,
 ]  # fmt: skip
 
 
@@ -194,8 +216,12 @@ def left_alone(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     "seed",
     [pytest.param(s, marks=[pytest.mark.chaos] if s >= QUICK_TRIALS else []) for s in range(TRIALS)],
 )
-def test_it_ends_with_a_message_and_goes_on(left_alone: Any, tiny_recipe: Path, tmp_path: Path, seed: int):
+def test_it_ends_with_a_message_and_goes_on(
+    left_alone: Any, tiny_recipe: Path, tmp_path: Path, seed: int, record_property: Callable[[str, Any], None]
+):
     trial, happens = Trial(seed, tiny_recipe, tmp_path), KINDS[seed % len(KINDS)]
+    record_property("misfortune", happens.__name__)
+    record_property("happened", trial.misfortunes)
     wanted = left_alone(trial.stage)
     happens(trial)
     with trial.start() as ranks:

@@ -1,16 +1,20 @@
-"""A process that is killed."""
+"""A process that is killed, or asked to stop before it trains."""
 
 from __future__ import annotations
 
 import random
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from hybrid.train import launcher
+from hybrid.train.errors import STOPPED_EXIT_CODE
 from hybrid.train.monitor import read_metrics
 
-from ...processes import started, wait_for_steps
+from ...processes import SECONDS, started, wait_for_steps, wait_until_it_catches_sigterm
 from . import tiny
 
 
@@ -29,3 +33,35 @@ def test_killed_at_a_random_step_it_goes_on_exactly(rank_pools, tiny_recipe: Pat
     rank_pools(1).run(tiny.run, tiny_recipe, output, **settings)
     assert tiny.series(output) == tiny.series(tmp_path / "whole")
     assert len({line["run"] for line in read_metrics(output, every_run=True)}) == 2
+
+
+STOPPED = "hybrid: stopped by SIGTERM outside training; the same command goes on\n"
+
+
+def test_sigterm_while_it_imports(tiny_recipe: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "hybrid", "train", str(tiny_recipe), f"train.output={tmp_path / 'run'}"]
+    with started(command, tmp_path / "log") as process:
+        wait_until_it_catches_sigterm(process.pid)
+        process.terminate()
+        assert process.wait(SECONDS) == STOPPED_EXIT_CODE
+    assert (tmp_path / "log").read_text() == STOPPED
+    assert not (tmp_path / "run").exists()
+
+
+def test_sigterm_while_it_waits_for_the_others(tiny_recipe: Path, tmp_path: Path):
+    """In code of torch's that knows no signals, for up to five minutes."""
+    command = [sys.executable, "-m", "hybrid", "train", str(tiny_recipe), f"train.output={tmp_path / 'run'}"]
+    port = launcher.free_port()
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with started(command, tmp_path / "log", MASTER_PORT=str(port), **place) as process:
+        begin = time.monotonic()
+        while True:  # until it listens
+            with socket.socket() as probe:
+                if not probe.connect_ex(("127.0.0.1", port)):
+                    break
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() - begin < SECONDS
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(30) == STOPPED_EXIT_CODE
+    assert (tmp_path / "log").read_text() == STOPPED
