@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from .distributed import World
 from .errors import LOST_EXIT_CODE, TrainError
 
-SILENT_SECONDS = 30
+SILENT_SECONDS = 24
 """A machine that does not answer for so long is gone."""
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 6.0
 """For the process to end by itself, by the error that its collectives may have, before it is ended."""
 _GOODBYE = b"."
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 INTERFACE = "eth0"
 
@@ -68,6 +69,16 @@ class Network:
     def processes(self, host: int) -> list[int]:
         listed = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True)
         return [int(pid) for pid in listed.stdout.split()]
+
+    def described(self) -> list[str]:
+        """Every process that is left, with its host."""
+        found = []
+        for host in range(len(self.names)):
+            for pid in self.processes(host):
+                with contextlib.suppress(OSError):
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found.append(f"host {host}: {command}")
+        return found
 
     def remove(self) -> None:
         for host in range(len(self.names)):

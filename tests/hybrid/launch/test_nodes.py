@@ -110,12 +110,13 @@ def test_a_lost_host_ends_the_job_on_all_and_another_host_goes_on(
             begin = time.monotonic()
             for process in processes:
                 assert process.wait(SECONDS) != 0
+            while any(net.processes(host) for host in range(3)) and time.monotonic() - begin < MINUTE:
+                time.sleep(0.1)
             took = time.monotonic() - begin
             print(f"host {lost} of 3, {fault}, {launcher}: all had ended after {took:.1f} s")
-            assert took < MINUTE, job.said()
+            assert took < MINUTE, f"{job.said()}\nleft: {net.described()}"
         said = "".join(job.log(host).read_text() for host in range(3) if host != lost)
         assert "lost the connection to another process of this run" in said
-        assert not any(net.processes(host) for host in range(3))
         survivor = 1
         step = int((job.output / "checkpoints" / "latest").read_text().removeprefix("step_"))
         job.hostfile.write_text(f"{net.addresses[survivor]} slots=1\n")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+import signal
 import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybrid.train import launcher
 from hybrid.train.errors import STOPPED_EXIT_CODE
 from hybrid.train.monitor import read_metrics
+from hybrid.train.tags import tags_in
 
 from ...processes import SECONDS, started, wait_for_steps, wait_until_it_catches_sigterm
 from . import tiny
@@ -65,3 +68,27 @@ def test_sigterm_while_it_waits_for_the_others(tiny_recipe: Path, tmp_path: Path
         process.terminate()
         assert process.wait(30) == STOPPED_EXIT_CODE
     assert (tmp_path / "log").read_text() == STOPPED
+
+
+def asked_to_stop_while_it_builds(path: Path, output: Path, rank: int) -> Any:
+    from hybrid.train import loop
+
+    true_build = loop.HybridLM.from_recipe
+
+    def build(*args: Any) -> Any:
+        if loop.distributed.dist.get_rank() == rank:
+            signal.raise_signal(signal.SIGTERM)
+        return true_build(*args)
+
+    with tiny.patched(loop.HybridLM, "from_recipe", build):
+        return tiny.run(path, output)
+
+
+@pytest.mark.ranks
+def test_sigterm_while_the_model_is_built_ends_all_before_a_step(two_ranks, tiny_recipe, tmp_path):
+    run = asked_to_stop_while_it_builds
+    assert two_ranks.run(run, tiny_recipe, tmp_path / "run", 1) == [("SystemExit", "75")] * 2
+    assert not tags_in(tmp_path / "run" / "checkpoints")
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+    summary, _ = two_ranks.run(tiny.run, tiny_recipe, tmp_path / "run")
+    assert summary.steps == 4
