@@ -74,7 +74,7 @@ def test_sigterm_to_the_launch_command_saves_and_ends(launcher: str, tiny_recipe
         code = process.wait(SECONDS)
         assert code == (STOPPED_EXIT_CODE if launcher == "deepspeed" else 1), log.read_text()
     (stopped,) = re.findall(r"stopped by SIGTERM after step (\d+)", log.read_text())
-    assert (output / "checkpoints" / "latest").read_text() == f"step_{int(stopped):08}"
+    assert (output / "checkpoints" / "latest").read_text().strip() == f"step_{int(stopped):08}"
 
 
 @pytest.mark.launcher
