@@ -73,14 +73,18 @@ def asked_to_stop(trial: Trial) -> None:
 
 
 def asked_to_stop_early(trial: Trial) -> None:
-    """While it starts, or soon after."""
+    """While it starts, or soon after: on a fast machine that may be after its last step."""
     with trial.start() as ranks:
         ranks.wait_until_they_catch_sigterm()
-        time.sleep(trial.chance.random() * 3)
+        time.sleep(trial.chance.random() * 1.5)
         for rank in range(2):
             trial.signal(ranks, rank, signal.SIGTERM)
-        assert ranks.exit_codes(MINUTE) == [STOPPED_EXIT_CODE] * 2
-    assert re.search(r"stopped by SIGTERM (outside training|before|after)", ranks.said())
+        codes = ranks.exit_codes(MINUTE)
+    if f"step {STEPS}/{STEPS}" not in ranks.said():
+        assert codes == [STOPPED_EXIT_CODE] * 2
+        assert re.search(r"stopped by SIGTERM (outside training|before|after)", ranks.said())
+    else:
+        assert set(codes) <= {0, STOPPED_EXIT_CODE}
 
 
 def stopped_in_its_tracks(trial: Trial) -> None:
