@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import scale_work as work
+from .crossing import compare
 from .ranks import Ranks
 from .report import BenchError, Row, columns, duration, environment, keep, rows_table
 from .scale_work import QUICK, Sizes
@@ -84,8 +85,14 @@ def sequence(sizes: Sizes) -> dict[str, Any]:
     return against_one_rank(sizes.long)
 
 
+def crossing(sizes: Sizes) -> dict[str, Any]:
+    """Both ways of a KVM layer to work on one sequence cut over ranks."""
+    return compare(sizes.crossing)
+
+
 SECTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "processes": processes,
     "loop": loop,
     "sequence": sequence,
+    "crossing": crossing,
 }

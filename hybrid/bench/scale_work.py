@@ -24,6 +24,7 @@ from ..train.engine import Engine
 from ..train.loop import Run
 from ..train.run_directory import RunDirectory
 from ..train.signals import Signals
+from .crossing import Crossing
 from .sequence import Long
 from .timing import Steps
 
@@ -40,6 +41,7 @@ class Sizes:
     loop_steps: int = 20
     saves: int = 3
     long: Long = field(default_factory=Long)
+    crossing: Crossing = field(default_factory=Crossing)
 
     def recipe(self, folder: str = "unused", stage: int = 1) -> Recipe:
         changes = {
@@ -56,6 +58,7 @@ class Sizes:
 QUICK = Sizes(
     heads=1, context=64, batch=2, rounds=1, loop_steps=3, saves=1,
     long=Long("KF", tokens=1024, hidden=32, heads=2, rounds=1),
+    crossing=Crossing((1024,), hidden=32, heads=2, rounds=1),
 )  # fmt: skip
 
 _opened: dict[str, Any] = {}

@@ -1,0 +1,106 @@
+"""A KVM layer on a sequence cut over ranks: tokens traded for heads, against its state handed on.
+
+Times are of forward and backward on two ranks of one thread each, taking turns; bytes are those that all
+ranks send in the two passes, for any number of ranks. Ranks of one machine send through memory; what a slower
+network adds goes by bytes. So times and bytes give the speed of a link below which handing on, which moves
+fewer bytes, would win.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..layers import Context, Site
+from ..layers.cut import SequenceCut
+from ..layers.kvm.mixer import KVM
+from ..train import distributed
+from .ranks import Ranks
+from .report import columns, duration
+from .timing import alternate
+
+SHARED_BY = (2, 4, 8)
+"""Ranks for which bytes are shown."""
+
+
+class HandedOn(KVM):
+    """Hands its state on also where its heads could be shared out."""
+
+    @classmethod
+    def hands_on(cls, options: Any, site: Site, size: int) -> bool:
+        return True
+
+
+FORMS: dict[str, type[KVM]] = {"by heads": KVM, "handed on": HandedOn}
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One layer with the default budget, 16 sqrt(t) slots."""
+
+    lengths: tuple[int, ...] = (4 * 1024, 16 * 1024)
+    hidden: int = 512
+    heads: int = 8
+    rounds: int = 5
+
+    def layer(self, form: str) -> KVM:
+        torch.manual_seed(0)
+        return FORMS[form](KVM.Options(num_heads=self.heads), Site(self.hidden))
+
+    def bytes(self, form: str, tokens: int, size: int) -> int:
+        """Of a forward and a backward pass in fp32."""
+        return 2 * self.layer(form).cut_bytes(1, tokens, size, 4)
+
+
+def compare(crossing: Crossing) -> dict[str, Any]:
+    """Seconds and bytes of both forms, printed as a table."""
+    found: dict[str, dict[str, Any]] = {}
+    with Ranks(2) as ranks:
+        for tokens in crossing.lengths:
+            ranks.call(open_layers, crossing, tokens)
+            runs = {form: (lambda form=form: ranks.call(take, form)) for form in FORMS}
+            seconds = alternate(runs, rounds=crossing.rounds)
+            moved = {form: [crossing.bytes(form, tokens, size) for size in SHARED_BY] for form in FORMS}
+            found[str(tokens)] = {"seconds": seconds, "bytes": moved}
+    table = [["tokens", "", "2 ranks", *(f"MB, S={size}" for size in SHARED_BY), "handed on wins below"]]
+    for count, one in found.items():
+        for form in FORMS:
+            sizes = [f"{moved / 1e6:.1f}" for moved in one["bytes"][form]]
+            wins = _speed(one) if form == "handed on" else ""
+            table.append([f"{int(count):,}", form, duration(one["seconds"][form]), *sizes, wins])
+    print(
+        f"A KVM layer, {crossing.heads} heads of {crossing.hidden // crossing.heads}, forward and backward\n"
+        + columns(table, left={1})
+    )
+    return {"rows": [], "measured": found, "shared_by": SHARED_BY}
+
+
+def _speed(one: dict[str, Any]) -> str:
+    """Of a link, at which the bytes that handing on saves on two ranks take the time that it costs."""
+    heads, handed = (one["seconds"][form] for form in FORMS)
+    more, fewer = (one["bytes"][form][0] for form in FORMS)
+    if handed <= heads:
+        return "any speed" if fewer <= more else "-"
+    return f"{(more - fewer) / 2 / (handed - heads) / 1e6:,.0f} MB/s" if fewer < more else "no speed"
+
+
+_opened: dict[str, Any] = {}
+"""What a process keeps between two calls."""
+
+
+def open_layers(crossing: Crossing, tokens: int) -> None:
+    world = distributed.start(threads=1)
+    x = torch.randn(1, tokens // world.size, crossing.hidden, requires_grad=True)
+    _opened.update(tokens=tokens, x=x, layers={form: crossing.layer(form) for form in FORMS})
+
+
+def take(form: str) -> None:
+    """Forward and backward."""
+    x, layer = _opened["x"], _opened["layers"][form]
+    cut = SequenceCut(None, dist.get_rank(), dist.get_world_size(), _opened["tokens"])
+    y, _ = layer(x, Context.of(x, want_state=False, cut=cut))
+    y.backward(torch.ones_like(y))
+    dist.barrier()
