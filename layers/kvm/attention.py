@@ -302,7 +302,7 @@ def _update(call: Call, state: KVMState, number: int) -> Routes:
     values, gate = v.transpose(1, 2), None if gate is None else gate.transpose(1, 2)
     step = Update(number, k.shape[0], state.slots, spec.growth(state.slots, number))
     starts = [(b, 0) for b in range(k.shape[0])]
-    choice = decide(call, [(keys, gate)], [step], state.sums().keys, starts)
+    choice = decide(call, starts, keys, gate, call.norm(state.sums().keys), step)
     added = contributions(keys, values, gate, choice.founds, [step], spec)
     state.absorb(added, choice.slot, step, spec)
     return _routes(choice, number * spec.chunk)

@@ -1,4 +1,4 @@
-"""KVM attention for many chunks at once, on a grid of chunks: all are routed, then `walk` does the rest.
+"""KVM attention for many chunks at once, on a grid of chunks.
 
 Shapes: R grid rows of queries, or rows entering the state (ordered by update, then by sequence), C tokens of
 a chunk, H query heads, G key/value heads, S slots, D head size.
@@ -6,8 +6,8 @@ a chunk, H query heads, G key/value heads, S slots, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from torch import Tensor
 from ..errors import LayerError
 from ..softmax.grid import ChunkGrid
 from ..softmax.kernels import choose
-from .groups import Group, groups
+from .groups import groups
 from .operands import Operands, Plan, Queries
-from .routing import Choice, Norm, Routes, first_slots, prepare, route
+from .routing import Choice, Norm, Routes, first_slots, route
 from .slots import Sums
 from .spec import KVMSpec, Update
 from .walk import Walk
@@ -70,55 +70,41 @@ def on_grid(
     q, k, v = grid.queries(queries.q), grid.keys(k), grid.keys(v)
     gate = None if gate is None else grid.keys(gate)
     walk = groups(spec, grid, steps, k.device)
-    entering = _entering(call, walk, k, gate)
-    choice = decide(call, entering, steps, None if base is None else base.keys, starts)
-    plan = Plan(spec, call.scale, choose(q), walk, torch.is_grad_enabled(), call.statistics is not None)
+    differentiable, statistics = torch.is_grad_enabled(), call.statistics is not None
+    decided = partial(decide, call, starts)
+    plan = Plan(spec, call.scale, choose(q), walk, differentiable, statistics, decided)
     operands = Operands(q, k, v, gate, queries.front, queries.back, *call.norm)
     before = (None, None, None) if base is None else base
-    y, window, whole, *last = Walk.apply(plan, choice.slot, choice.founds, *operands, *before)
+    y, slot, founds, margin, window, whole, *last = Walk.apply(plan, *operands, *before)
     if call.statistics is not None:
         mass = grid.tokens_of((1 - torch.exp(window - whole)).transpose(1, 2))
         numbers = [max(s.end - 1 - spec.window_chunks, 0) for s in grid.spans]
         after = {step.number: step.after for step in steps}
         slots = sum(after[number] for number in numbers)
         call.note(slots / len(numbers), sum(n + 1 for n in numbers) * spec.chunk / len(numbers), mass)
-    return grid.tokens_of(y), choice, Sums(*last)
-
-
-Prepared = tuple[Tensor, Tensor | None]
-"""Prepared keys `[n, G, C, D]` of one update and their gates `[n, G, C]`."""
-
-
-def _entering(call: Call, walk: list[Group], k: Tensor, gate: Tensor | None) -> Iterator[Prepared]:
-    """What enters the state, update by update, made when it is needed."""
-    for group in walk:
-        sizes = [step.sequences for step in group.steps]
-        keys = prepare(k[group.entering], call.spec.rotary_dim, call.norm).transpose(1, 2).split(sizes)
-        gates = [None] * len(sizes) if gate is None else gate[group.entering].transpose(1, 2).split(sizes)
-        yield from zip(keys, gates, strict=True)
+    return grid.tokens_of(y), Choice(slot, founds, margin), Sums(*last)
 
 
 @torch.no_grad()
 def decide(
     call: Call,
-    entering: Iterable[Prepared],
-    steps: Sequence[Update],
-    base: Tensor | None,
     starts: list[tuple[int, int]],
+    keys: Tensor,
+    gate: Tensor | None,
+    old: Tensor,
+    step: Update,
 ) -> Choice:
-    """Where the steps' tokens go: routed, or as given."""
+    """Where one update's tokens go: routed, or as given (their `starts` are those of `on_grid`).
+
+    Other arguments are those of `route`.
+    """
+    if step.number == 0:
+        return first_slots(keys, margins=call.margins and call.replay is None)
     if call.replay is None:
-        return route(entering, steps, call.spec, call.norm, base, call.margins)
-    found = []
-    for step in steps:
-        if step.number == 0:
-            found.append(first_slots(next(iter(entering))[0]))
-        else:
-            found += [
-                _given(call.replay, b, start + step.number * call.spec.chunk, call.spec.chunk)
-                for b, start in starts[: step.sequences]
-            ]
-    return Choice(torch.cat([c.slot for c in found]), torch.cat([c.founds for c in found]))
+        return route(keys, gate, old, step, call.spec, call.norm, call.margins)
+    first = step.number * call.spec.chunk
+    given = [_given(call.replay, b, start + first, call.spec.chunk) for b, start in starts[: step.sequences]]
+    return Choice(torch.cat([c.slot for c in given]), torch.cat([c.founds for c in given]))
 
 
 def _given(routes: Routes, batch_row: int, position: int, count: int) -> Choice:

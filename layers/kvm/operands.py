@@ -6,14 +6,14 @@ a chunk, H query heads, G key/value heads, S slots, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from torch import Tensor
 
 from .groups import Group
-from .routing import Norm, prepare
+from .routing import Choice, Norm, prepare
 from .slots import Places, Slots, Sums, contributions, places
 from .spec import KVMSpec, Update
 
@@ -44,6 +44,8 @@ class Plan:
     groups: list[Group]
     differentiable: bool
     statistics: bool
+    decide: Callable[[Tensor, Tensor | None, Tensor, Update], Choice]
+    """Where an update's tokens go, given their prepared keys, their gates, and the slots' keys."""
 
     @property
     def size(self) -> int:
@@ -93,6 +95,21 @@ class Entering(NamedTuple):
     """Which of the group's queries read the slots it leaves."""
 
 
+def decided_updates(plan: Plan, group: Group, x: Operands, slots: Slots) -> Iterator[tuple[Choice, Entering]]:
+    """The group's updates, each decided on with the slots as they are when it is asked for."""
+    k, v, gate, *_ = x.entering(group)
+    sizes = [step.sequences for step in group.steps]
+    keys = prepare(k, plan.spec.rotary_dim, x.norm).transpose(1, 2).split(sizes)
+    values = v.transpose(1, 2).split(sizes)
+    gates = [None] * len(sizes) if gate is None else gate.transpose(1, 2).split(sizes)
+    for step, readers, own_k, own_v, own_gate in zip(
+        group.steps, group.readers, keys, values, gates, strict=True
+    ):
+        choice = plan.decide(own_k, own_gate, slots.routable(step.sequences, step.before), step)
+        added = contributions(own_k, own_v, own_gate, choice.founds, [step], plan.spec)
+        yield choice, Entering(step, added, places(choice.slot, step, plan.size, plan.spec), readers)
+
+
 def group_contributions(
     plan: Plan,
     group: Group,
@@ -103,18 +120,17 @@ def group_contributions(
     weight: Tensor,
     bias: Tensor,
 ) -> Sums:
-    """What the group's tokens add to their slots, `[R, G, C, ...]`."""
+    """What the group's tokens add to their slots, `[R, G, C, ...]`; `founds` `[R, G, C]`."""
     keys = prepare(k, plan.spec.rotary_dim, Norm(weight, bias)).transpose(1, 2)
     gate = None if gate is None else gate.transpose(1, 2)
-    return contributions(keys, v.transpose(1, 2), gate, founds[group.rows], group.steps, plan.spec)
+    return contributions(keys, v.transpose(1, 2), gate, founds, group.steps, plan.spec)
 
 
 def group_updates(plan: Plan, group: Group, added: Sums, slot: Tensor) -> list[Entering]:
-    """The group's updates; `slot` `[R, G, C]` of all rows that enter."""
+    """The group's updates; `slot` `[R, G, C]`."""
     sizes = [step.sequences for step in group.steps]
     each = zip(*(x.split(sizes) for x in added), strict=True)
-    ways = slot[group.rows].split(sizes)
     return [
         Entering(step, Sums(*new), places(way, step, plan.size, plan.spec), readers)
-        for step, new, way, readers in zip(group.steps, each, ways, group.readers, strict=True)
+        for step, new, way, readers in zip(group.steps, each, slot.split(sizes), group.readers, strict=True)
     ]

@@ -9,7 +9,7 @@ of a chunk, S slots, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .spec import KVMSpec, Update
+
+EPSILON = 1e-5
+"""Of the LayerNorm of state keys."""
 
 
 @dataclass
@@ -46,6 +49,12 @@ class Choice(NamedTuple):
     margin: Tensor | None = None
 
 
+def joined_choices(choices: Sequence[Choice]) -> Choice:
+    """All rows."""
+    slots, founds, margins = zip(*choices, strict=True)
+    return Choice(torch.cat(slots), torch.cat(founds), None if margins[0] is None else torch.cat(margins))
+
+
 class Norm(NamedTuple):
     """The LayerNorm of state keys: weight and bias `[D]`, shared by heads."""
 
@@ -53,46 +62,12 @@ class Norm(NamedTuple):
     bias: Tensor
 
     def __call__(self, keys: Tensor) -> Tensor:
-        return F.layer_norm(keys, self.weight.shape, self.weight, self.bias, 1e-5)
+        return F.layer_norm(keys, self.weight.shape, self.weight, self.bias, EPSILON)
 
 
 def prepare(keys: Tensor, rotary_dim: int, norm: Norm) -> Tensor:
     """Keys as they enter the state: `LN([0] * rotary_dim ++ k[rotary_dim:])`, spec section 3."""
     return norm(F.pad(keys[..., rotary_dim:].to(norm.weight.dtype), (rotary_dim, 0)))
-
-
-@torch.no_grad()
-def route(
-    entering: Iterable[tuple[Tensor, Tensor | None]],
-    steps: Sequence[Update],
-    spec: KVMSpec,
-    norm: Norm,
-    key_sums: Tensor | None = None,
-    margins: bool = False,
-) -> Choice:
-    """Decide on the tokens that enter the state in `steps`.
-
-    Args:
-        entering: of each step, the prepared keys `[n, G, C, D]`, in fp32 or wider, and merge gates
-            `[n, G, C]` (None: all 1) of its n sequences.
-        key_sums: `[sequences, G, S, D]` of the state before the first step; None when that step is update 0.
-    """
-    choices: list[Choice] = []
-    sums = read = norm.weight  # until the first keys tell their shape
-    for (keys, gate), step in zip(entering, steps, strict=True):
-        if not choices:
-            sums = keys.new_zeros(step.sequences, keys.shape[1], steps[-1].after, keys.shape[3])
-            if key_sums is not None:
-                sums[:, :, : step.before] = key_sums
-            read = norm(sums)
-        old = read[: step.sequences, :, : step.before]
-        choice = _choose(keys, gate, old, step, spec, norm, margins)
-        choices.append(choice)
-        if step is not steps[-1]:
-            weight = key_weight(spec, step.number, choice.founds, gate)
-            _move(sums, read, choice.slot, keys if weight is None else keys * weight[..., None], norm)
-    slots, founds, distances = zip(*choices, strict=True)
-    return Choice(torch.cat(slots), torch.cat(founds), torch.cat(distances) if margins else None)
 
 
 def first_slots(keys: Tensor, first: int = 0, margins: bool = False) -> Choice:
@@ -123,10 +98,24 @@ def _weight(flag: bool, spec: KVMSpec, number: int, founds: Tensor, gate: Tensor
     return torch.where(founds, 1, gate)
 
 
-def _choose(
-    keys: Tensor, gate: Tensor | None, old: Tensor, step: Update, spec: KVMSpec, norm: Norm, margins: bool
+@torch.no_grad()
+def route(
+    keys: Tensor,
+    gate: Tensor | None,
+    old: Tensor,
+    step: Update,
+    spec: KVMSpec,
+    norm: Norm,
+    margins: bool = False,
 ) -> Choice:
-    """One update, given the slots `old` `[n, G, S, D]` in read form."""
+    """Decide on the tokens that one update takes in.
+
+    Args:
+        keys: prepared, `[n, G, C, D]`, in fp32 or wider.
+        gate: merge gates `[n, G, C]`; None: all 1.
+        old: the slots before the update in read form, `[n, G, S, D]`, in the keys' precision.
+        margins: report how close each decision was.
+    """
     appended = step.after - step.before
     if appended == keys.shape[2]:
         return first_slots(keys, step.before, margins)
@@ -185,14 +174,3 @@ def _margins(novelty: Tensor, candidates: Tensor, appended: int) -> Tensor:
         )
         margin = torch.where(merged, torch.minimum(margin, by_rank), by_rank)
     return margin
-
-
-def _move(sums: Tensor, read: Tensor, slot: Tensor, keys: Tensor, norm: Norm) -> None:
-    """Add the keys to their slots' sums, in place, and bring those slots' read form up to date."""
-    sequences, heads, _, size = keys.shape
-    first = torch.arange(sequences * heads, device=slot.device) * sums.shape[2]
-    # In the order [n, C, G], which keys have in memory.
-    index = (slot.transpose(1, 2) + first.view(sequences, 1, heads)).flatten()
-    sums.view(-1, size).index_add_(0, index, keys.transpose(1, 2).flatten(0, 2))
-    touched = norm(sums.view(-1, size).index_select(0, index))
-    read.view(-1, size).index_copy_(0, index, touched)  # a slot hit twice gets the same row twice

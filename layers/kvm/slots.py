@@ -1,10 +1,10 @@
 """Steps 2 and 3 of KVM attention, `accumulate` and `read`: the slots while chunk after chunk enters them.
 
 `Slots` holds the sums of several sequences and their read form. An update adds its tokens in place, and reads
-again only the slots it touched. `SlotGradients` goes the same way backwards: what queries send back to the
-read form is kept there until the update that made it is taken back; then it goes through the reading to the
-sums, where every token of the update finds its gradient in its slot. So both directions do work for the
-tokens of a chunk, never for all slots of all chunks.
+again only the slots it may have changed. `SlotGradients` goes the same way backwards: what queries send back
+to the read form is kept there until the update that made it is taken back; then it goes through the reading
+to the sums, where every token of the update finds its gradient in its slot. So where there are many slots,
+both directions do work for the tokens of a chunk, never for all slots of all chunks.
 
 Shapes: N sequences, n of them in an update, R rows (chunks entering the
 state, ordered by update, then by sequence), G key/value heads, C tokens of a chunk, S slots, D head size.
@@ -12,13 +12,13 @@ state, ordered by update, then by sequence), G key/value heads, C tokens of a ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .routing import Norm, key_weight, value_weight
+from .routing import EPSILON, Norm, key_weight, value_weight
 from .spec import KVMSpec, Update
 
 
@@ -80,52 +80,49 @@ def _times(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 DENSE = 2
-"""Up to so many chunks of slots an update is taken to change all of them: plain copies are faster than picked
-rows."""
+"""Up to so many chunks of slots an update is taken to change all of them: whole tensors are faster than
+picked rows."""
+TINY = 1e-12
+"""Sums of values below this length are not brought to their radius."""
 
 
 class Places(NamedTuple):
     """Where one update goes: rows of flat slots, for its tokens in the order `[n, C, G]`."""
 
     tokens: Tensor
-    radius: Tensor
-    """Where each token's radius is added."""
+    radius: Tensor | None
+    """Where each token's radius is added; None: none changes."""
     box: tuple[slice, slice, slice]
     """The slots `[n, G, S]` there are."""
     dense: bool
     """Whether all of them may change; else those that get tokens."""
 
-    def of(self, field: int) -> Tensor:
-        """Where field number `field` of the tokens' `Sums` is added."""
-        return self.radius if field == 2 else self.tokens
+    def fields(self) -> Iterator[tuple[int, Tensor]]:
+        """Which fields of `Sums` change, and where the tokens' are added."""
+        yield from ((0, self.tokens), (1, self.tokens))
+        if self.radius is not None:
+            yield 2, self.radius
 
     def take(self, x: Tensor) -> Tensor:
         """What may change, of `[N, G, S, ...]`: a view, or rows, of which some may be the same slot's."""
         return x[self.box] if self.dense else _flat(x).index_select(0, self.tokens)
 
-    def clear(self, x: Tensor) -> None:
-        """Set it to 0."""
-        if self.dense:
-            x[self.box] = 0
-        else:
-            _flat(x).index_fill_(0, self.tokens, 0)
-
-    def put(self, x: Tensor, new: Tensor) -> None:
-        """Set what `take` took."""
-        if self.dense:
-            x[self.box] = new
-        else:
-            _flat(x).index_copy_(0, self.tokens, new)
+    def copy(self, x: Tensor) -> Tensor:
+        """The same, as it is now."""
+        return x[self.box].clone() if self.dense else self.take(x)
 
 
 def places(slot_nGC: Tensor, step: Update, size: int, spec: KVMSpec) -> Places:
     """Places of tokens that go to the given slots in `step`; tensors have room for `size` slots a head."""
     sequences, heads, chunk = slot_nGC.shape
     first = torch.arange(sequences * heads, device=slot_nGC.device).view(sequences, 1, heads) * size
-    tokens = radius = (slot_nGC.transpose(1, 2) + first).flatten()
+    tokens = (slot_nGC.transpose(1, 2) + first).flatten()
+    radius: Tensor | None = tokens
     if spec.values == "reference_counts":
         # The public code's rule: each update adds 1 to every slot, of which there are as many as tokens.
         radius = (torch.arange(chunk, device=slot_nGC.device)[:, None] + first).flatten()
+    elif spec.values == "radius" and step.number and step.after == step.before:
+        radius = None
     box = (slice(0, sequences), slice(None), slice(0, step.after))
     return Places(tokens, radius, box, step.after <= DENSE * chunk)
 
@@ -144,36 +141,88 @@ def absorbed(before: Sums, added: Sums, slot_nGC: Tensor, step: Update, spec: KV
     """New slots `[n, G, S, ...]` after one update, the old ones left alone; differentiable."""
     at = places(slot_nGC, step, step.after, spec)
     after = []
-    for field, (old, new) in enumerate(zip(before, added, strict=True)):
+    for old in before:
         grown = old.new_zeros(*old.shape[:2], step.after - old.shape[2], old.shape[3])
-        sums = torch.cat((old, grown), 2)
-        after.append(sums.flatten(0, 2).index_add(0, at.of(field), token_rows(new)).view(sums.shape))
+        after.append(torch.cat((old, grown), 2))
+    for field, rows in at.fields():
+        sums = after[field]
+        after[field] = sums.flatten(0, 2).index_add(0, rows, token_rows(added[field])).view(sums.shape)
     return Sums(*after)
 
 
 def read(sums: Sums, norm: Norm, spec: KVMSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values `[..., S, D]` that queries meet, in `dtype`; computed in the sums' own precision."""
-    keys = norm(sums.keys)
-    if spec.values == "radius":
-        length = torch.linalg.vector_norm(sums.values, dim=-1, keepdim=True)
-        values = sums.values * (sums.radius / length.clamp_min(1e-12))
-    else:
-        values = sums.values / sums.radius.clamp_min(1)  # a slot that exists counts at least 1
-    return keys.to(dtype), values.to(dtype)
+    values = sums.values * _value_scale(sums, _length(sums, spec))
+    return norm(sums.keys).to(dtype), values.to(dtype)
+
+
+def _length(sums: Sums, spec: KVMSpec) -> Tensor | None:
+    """Of summed values, `[..., S, 1]`, where they are brought to a radius."""
+    return torch.linalg.vector_norm(sums.values, dim=-1, keepdim=True) if spec.values == "radius" else None
+
+
+def _value_scale(sums: Sums, length: Tensor | None) -> Tensor:
+    if length is None:
+        return sums.radius.clamp_min(1).reciprocal()  # a slot that exists counts at least 1
+    return sums.radius / length.clamp_min(TINY)
+
+
+class Reading:
+    """Slots in read form, `[..., S, D]` in the sums' precision, and the way back to the sums."""
+
+    def __init__(self, sums: Sums, norm: Norm, spec: KVMSpec) -> None:
+        self.sums, self.norm = sums, norm
+        self.length = _length(sums, spec)
+        self.scale = _value_scale(sums, self.length)
+        self.keys, self.mean, self.deviation = torch.native_layer_norm(
+            sums.keys, norm.weight.shape, *norm, EPSILON
+        )
+        self.values = sums.values * self.scale
+
+    def backward(self, d_keys: Tensor, d_values: Tensor, d_norm: Norm) -> Sums:
+        """Gradients of the sums; adds to the norm's. Counts have none, as they depend on nothing."""
+        sums = self.sums
+        to_keys, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
+            d_keys, sums.keys, self.norm.weight.shape, self.mean, self.deviation, *self.norm, [True] * 3
+        )
+        d_norm.weight.add_(d_weight)
+        d_norm.bias.add_(d_bias)
+        to_values = d_values * self.scale
+        if self.length is None:
+            return Sums(to_keys, to_values, torch.zeros_like(sums.radius))
+        along = torch.linalg.vecdot(sums.values, d_values)[..., None] / self.length.clamp_min(TINY)
+        # A longer sum is scaled down by as much.
+        shrinking = along * self.scale / self.length.clamp_min(TINY) * (self.length >= TINY)
+        return Sums(to_keys, to_values.addcmul_(sums.values, shrinking, value=-1), along)
+
+
+class Change(NamedTuple):
+    """What an update made of the slots it may have changed, and what they were in read form before."""
+
+    made: Reading
+    before: list[Tensor]
+    whole: bool
+    """Whether `before` is the whole read form, or rows of it."""
 
 
 class Slots:
-    """Slots of N sequences, changed in place; updates are made for the first n of them."""
+    """Slots of N sequences; updates are made for the first n of them."""
 
     def __init__(
         self, shape: tuple[int, int, int, int], norm: Norm, spec: KVMSpec, dtype: torch.dtype
     ) -> None:
-        """`shape`: N, G, the most slots there will be, D; `dtype`: of the read form."""
+        """`shape`: N, G, the most slots there will be, D; `dtype`: of the read form that queries meet."""
         like, wide = norm.weight, (*shape[:3], 1)
-        self.norm, self.spec = norm, spec
+        self.norm, self.spec, self.dtype = norm, spec, dtype
         self.sums = Sums(like.new_zeros(shape), like.new_zeros(shape), like.new_zeros(wide))
-        self.keys = like.new_zeros(shape, dtype=dtype)
-        self.values = torch.zeros_like(self.keys)
+        self._rows = [
+            torch.zeros_like(x, dtype=t) for x, t in zip(self.sums[:2], (dtype, dtype), strict=True)
+        ]
+        if dtype != like.dtype:
+            self._rows.append(torch.zeros_like(self.sums.keys))
+        self.form = self._rows
+        """Keys and values that queries meet and, where these are narrower than the sums, the keys in full,
+        which routing needs. Either `_rows`, which have room for all, or what the last update made."""
 
     def start(self, sums: Sums, most: int) -> None:
         """Take over sums `[n, G, S, ...]`; further slots, up to `most`, are empty."""
@@ -181,12 +230,9 @@ class Slots:
         for own, given in zip(self.sums, sums, strict=True):
             own[:sequences, :, :held] = given
             own[:sequences, :, held:most] = 0
-
-    def read_all(self, sequences: int, slots: int) -> None:
-        """Bring the read form up to date."""
-        box = (slice(0, sequences), slice(None), slice(0, slots))
-        made = self._readable(Sums(*(x[box] for x in self.sums)))
-        self.keys[box], self.values[box] = made
+        self.form = self._rows
+        for own, made in zip(self.form, self._made(Reading(sums, self.norm, self.spec)), strict=True):
+            own[:sequences, :, :held] = made
 
     def copy(self, sequences: int, slots: int) -> Sums:
         """The sums of the first sequences."""
@@ -194,42 +240,59 @@ class Slots:
 
     def readable(self, sequences: int, slots: int) -> tuple[Tensor, Tensor]:
         """Keys and values to attend to, `[n, S, G, D]`; views."""
-        keys, values = (x[:sequences, :, :slots].transpose(1, 2) for x in (self.keys, self.values))
+        keys, values = (x[:sequences, :, :slots].transpose(1, 2) for x in self.form[:2])
         return keys, values
 
+    def routable(self, sequences: int, slots: int) -> Tensor:
+        """Keys to choose from, `[n, G, S, D]`, in the sums' precision; a view."""
+        return self.form[0 if len(self.form) == 2 else 2][:sequences, :, :slots]
+
     def update(self, added: Sums, at: Places) -> None:
-        """Add what tokens add, `[n, G, C, ...]`."""
+        """Add what tokens add, `[n, G, C, ...]`, and bring the read form up to date."""
         self._add(added, at)
-        self._read(at, self.held(at))
+        self._set(Reading(Sums(*(at.take(x) for x in self.sums)), self.norm, self.spec), at)
+
+    def advance(self, added: Sums, at: Places) -> Change:
+        """As `update`; returns what it takes to go back."""
+        self._add(added, at)
+        reading = Reading(Sums(*(at.copy(x) for x in self.sums)), self.norm, self.spec)
+        whole = at.dense or self.form is not self._rows
+        before = self.form if whole else [at.copy(x) for x in self.form]
+        self._set(reading, at)
+        return Change(reading, before, whole)
 
     def _add(self, added: Sums, at: Places) -> None:
-        for field, (sums, new) in enumerate(zip(self.sums, added, strict=True)):
-            _flat(sums).index_add_(0, at.of(field), token_rows(new))
+        for field, rows in at.fields():
+            _flat(self.sums[field]).index_add_(0, rows, token_rows(added[field]))
 
-    def held(self, at: Places) -> Sums:
-        """The sums that an update may change; they may be views."""
-        return Sums(*(at.take(x) for x in self.sums))
-
-    def advance(self, added: Sums, at: Places) -> Sums:
-        """As `update`, leaving the read form as it was; returns what `restore` needs to undo it."""
-        held = self.held(at)
+    def _set(self, reading: Reading, at: Places) -> None:
         if at.dense:
-            held = Sums(*(x.clone() for x in held))
-        self._add(added, at)
-        return held
+            self.form = self._made(reading)
+        else:
+            self._settle()
+            self._put(at, self._made(reading))
 
-    def restore(self, at: Places, held: Sums) -> None:
-        """Undo an update; `held`: what `advance` returned."""
-        for sums, old in zip(self.sums, held, strict=True):
-            at.put(sums, old)
-        self._read(at, held)
+    def restore(self, change: Change, at: Places) -> None:
+        """Undo what an update did to the read form."""
+        if change.whole:
+            self.form = change.before
+        else:
+            self._put(at, change.before)
 
-    def _read(self, at: Places, sums: Sums) -> None:
-        for own, made in zip((self.keys, self.values), self._readable(sums), strict=True):
-            at.put(own, made)
+    def _made(self, reading: Reading) -> list[Tensor]:
+        made = [reading.keys.to(self.dtype), reading.values.to(self.dtype)]
+        return made if len(self._rows) == 2 else [*made, reading.keys]
 
-    def _readable(self, sums: Sums) -> tuple[Tensor, Tensor]:
-        return read(sums, self.norm, self.spec, self.keys.dtype)
+    def _settle(self) -> None:
+        """Keep the read form where rows can be put."""
+        if self.form is not self._rows:
+            for rows, own in zip(self._rows, self.form, strict=True):
+                rows[: own.shape[0], :, : own.shape[2]] = own
+            self.form = self._rows
+
+    def _put(self, at: Places, made: list[Tensor]) -> None:
+        for own, rows in zip(self._rows, made, strict=True):
+            _flat(own).index_copy_(0, at.tokens, rows)
 
 
 class SlotGradients:
@@ -249,40 +312,35 @@ class SlotGradients:
         for own, share in zip((self.keys, self.values), (keys, values), strict=True):
             own[: len(share), :, : share.shape[1]] += share.transpose(1, 2)
 
-    def take_back(self, at: Places, now: Sums, out: Sums) -> None:
+    def take_back(self, change: Change, at: Places, out: Sums) -> None:
         """Write gradients of what an update's tokens added to `out`, rows in the order `[n, C, G]`.
 
-        `now`: the sums it may have changed. The read form's gradients are then those of the form before.
+        The read form's gradients are then those of the form before.
         """
-        slopes = [at.take(x) for x in (self.keys, self.values)]
-        if not at.dense:
-            once = _once(at.tokens, self.keys[..., 0].numel())
-            slopes = [x * once for x in slopes]
-        shares = self._through_reading(slopes, now)
-        for sums, share in zip(self.sums, shares, strict=True):
-            if at.dense:
+        form = self.keys, self.values
+        if at.dense:
+            shares = change.made.backward(self.keys[at.box], self.values[at.box], self.d_norm)
+            for sums, share in zip(self.sums, shares, strict=True):
                 sums[at.box] += share
-            else:
+            for x in form:
+                x[at.box] = 0
+        else:
+            once = _once(at.tokens, self.keys[..., 0].numel())
+            d_keys, d_values = (_flat(x).index_select(0, at.tokens).mul_(once) for x in form)
+            shares = change.made.backward(d_keys, d_values, self.d_norm)
+            for sums, share in zip(self.sums, shares, strict=True):
                 _flat(sums).index_add_(0, at.tokens, share)
-        for x in (self.keys, self.values):
-            at.clear(x)
-        for field, (sums, own) in enumerate(zip(self.sums, out, strict=True)):
-            torch.index_select(_flat(sums), 0, at.of(field), out=own)
+            for x in form:
+                _flat(x).index_fill_(0, at.tokens, 0)
+        for field, rows in at.fields():
+            torch.index_select(_flat(self.sums[field]), 0, rows, out=out[field])
 
-    def first(self, like: Sums) -> Sums:
-        """Gradients of the sums before the first update, `like`, all updates being taken back."""
-        shares = self._through_reading([self.keys, self.values], self.slots.sums)
-        return Sums(*((x + y)[:, :, : z.shape[2]] for x, y, z in zip(self.sums, shares, like, strict=True)))
-
-    def _through_reading(self, slopes: list[Tensor], sums: Sums) -> Sums:
-        """Gradients of the sums whose read form has gradients `slopes`; adds to the norm's."""
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (*sums, *self.slots.norm)]
-            made = read(Sums(*leaves[:3]), Norm(*leaves[3:]), self.slots.spec, leaves[0].dtype)
-        *found, d_weight, d_bias = torch.autograd.grad(made, leaves, slopes)
-        self.d_norm.weight.add_(d_weight)
-        self.d_norm.bias.add_(d_bias)
-        return Sums(*found)
+    def first(self, before: Sums) -> Sums:
+        """Gradients of the sums before the first update, all updates being taken back."""
+        box = tuple(slice(0, size) for size in before.keys.shape[:3])
+        reading = Reading(before, self.slots.norm, self.slots.spec)
+        shares = reading.backward(self.keys[box], self.values[box], self.d_norm)
+        return Sums(*(x[box] + y for x, y in zip(self.sums, shares, strict=True)))
 
 
 def _once(rows: Tensor, count: int) -> Tensor:

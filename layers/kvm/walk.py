@@ -1,9 +1,9 @@
-"""Steps 2 to 4 of KVM attention, group of chunks by group of chunks (see `groups`).
+"""The four steps of KVM attention, group of chunks by group of chunks (see `groups`).
 
-A group's queries attend to their windows all at once. Then its chunks enter the slots one by one (see
-`slots`), and after each the queries that read the slots as they are attend to them. The backward walks the
-groups in reverse: it makes a group's updates again and takes them back one by one. So beside the inputs, the
-outputs and their gradients nothing as long as the sequence is ever made or kept.
+A group's queries attend to their windows all at once. Then its chunks are routed and enter the slots one by
+one (see `slots`), and after each the queries that read the slots as they are attend to them. The backward
+walks the groups in reverse: it makes a group's updates again, as they were decided, and takes them back one
+by one. So beside the inputs, the outputs and their gradients nothing as long as the sequence is kept.
 
 Shapes: R grid rows of queries, or rows entering the state (ordered by update, then by sequence), C tokens of
 a chunk, H query heads, G key/value heads, S slots, D head size.
@@ -20,22 +20,22 @@ from torch.autograd.function import once_differentiable
 
 from ..softmax import Part
 from ..softmax.joined import Joint
-from .operands import Operands, Plan, group_contributions, group_updates
+from .operands import Operands, Plan, decided_updates, group_contributions, group_updates
+from .routing import Choice, joined_choices
 from .slots import SlotGradients, Sums
 from .walk_backward import contributions_backward, empty_gradients, group_backward
 
 
 class Walk(torch.autograd.Function):
-    """Steps 2 to 4, with the backward of the whole."""
+    """The four steps, with the backward of the whole."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: Plan, slot: Tensor, founds: Tensor, *tensors: Any
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, plan: Plan, *tensors: Any) -> tuple[Tensor | None, ...]:
         """`tensors`: operands, and base sums (or None).
 
-        Returns heads `[R, C, H, D]`, log-sum-exp `[R, H, C]` over the window (where statistics are wanted)
-        and over all keys, and the slots after the last update.
+        Returns heads `[R, C, H, D]`; what was decided, each `[R, G, C]` (see `Choice`); log-sum-exp
+        `[R, H, C]` over the window (where statistics are wanted) and over all keys; and the slots after the
+        last update.
         """
         x, before = Operands(*tensors[:8]), optional_sums(tensors[8:])
         rows, chunk, heads, _ = x.q.shape
@@ -45,7 +45,7 @@ class Walk(torch.autograd.Function):
         slots = plan.slots(x)
         if before is not None:
             slots.start(before, plan.size)
-            slots.read_all(*before.keys.shape[:3:2])
+        choices: list[Choice] = []
         kept: list[Tensor] = []
         for group in plan.groups:
             if plan.differentiable:
@@ -56,23 +56,25 @@ class Walk(torch.autograd.Function):
             joint.add(plan.kernel, [front], [k], [v], group.window, plan.scale)
             if window is not None:
                 window[group.queries] = joint.lse
-            added = group_contributions(plan, group, founds, *x.entering(group))
-            for step, new, at, readers in group_updates(plan, group, added, slot):
+            for choice, (step, new, at, readers) in decided_updates(plan, group, x, slots):
+                choices.append(choice)
                 slots.update(new, at)
                 if readers is not None:
                     keys, values = slots.readable(readers.stop - readers.start, step.after)
                     joint.add(plan.kernel, [back], [keys], [values], [Part(readers)], plan.scale)
             y[group.queries], lse[group.queries] = joint.result()
+        slot, founds, margin = joined_choices(choices)
         ctx.save_for_backward(slot, founds, y, lse, *x, *kept)
         ctx.plan, ctx.has_base = plan, before is not None
-        ctx.mark_non_differentiable(lse, *([] if window is None else [window]))
+        decided = [t for t in (slot, founds, margin, window, lse) if t is not None]
+        ctx.mark_non_differentiable(*decided)
         ctx.set_materialize_grads(False)
         last = plan.groups[-1].steps[-1].sequences
-        return y, window, lse, *(x[:last] for x in slots.sums)
+        return y, slot, founds, margin, window, lse, *(x[:last] for x in slots.sums)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, _window: Any, _lse: Any, *grad_last: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *grads: Any) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
         slot, founds, y, lse, *more = ctx.saved_tensors
         x, kept = Operands(*more[:8]), list(more[8:])
@@ -80,7 +82,7 @@ class Walk(torch.autograd.Function):
             grad = torch.zeros_like(y)
         d = empty_gradients(x)
         slots = plan.slots(x)
-        d_slots = SlotGradients(slots, optional_sums(grad_last), d.norm)
+        d_slots = SlotGradients(slots, optional_sums(grads[-3:]), d.norm)
         before = None
         for group in reversed(plan.groups):
             before = Sums(*kept[-3:])
@@ -90,8 +92,8 @@ class Walk(torch.autograd.Function):
                 leaves: list[Any] = [
                     t if t is None else t.detach().requires_grad_() for t in x.entering(group)
                 ]
-                added = group_contributions(plan, group, founds, *leaves)
-            entering = group_updates(plan, group, Sums(*(s.detach() for s in added)), slot)
+                added = group_contributions(plan, group, founds[group.rows], *leaves)
+            entering = group_updates(plan, group, Sums(*(s.detach() for s in added)), slot[group.rows])
             joint = grad[group.queries], y[group.queries], lse[group.queries]
             d_added = group_backward(plan, group, entering, x, d, joint, slots, d_slots)
             contributions_backward(group, added, leaves, d_added, d)
@@ -99,7 +101,7 @@ class Walk(torch.autograd.Function):
         found = (
             None if t is None or like is None else t.to(like.dtype) for t, like in zip(d, x, strict=True)
         )
-        return None, None, None, *found, *base
+        return None, *found, *base
 
 
 def optional_sums(tensors: Sequence[Tensor | None]) -> Sums | None:

@@ -30,34 +30,40 @@ def empty_gradients(x: Operands) -> Operands:
 
 
 class _QueryGradient:
-    """The gradient of a group's queries, gathered from their versions for window keys and for slots."""
+    """The gradient of a group's queries, from those of their versions for window keys and for slots."""
 
     def __init__(self, x: Operands, d: Operands, group: Group) -> None:
         self.queries, self.rows, self.d = x.queries(group), group.queries, d
-        self.total: Tensor | None = None
+        self.front: Tensor | None = None
+        self.back: list[tuple[slice, Tensor]] = []
 
     def of_front(self, rows: Rows, share: Tensor) -> None:
         """Take in `[rows, C, H, D]` of the queries for window keys; the first share is of all queries."""
-        self._take(rows, share, self.queries.front, self.d.front)
-
-    def of_back(self, rows: Rows, share: Tensor) -> None:
-        """Take in `[rows, C, H, D]` of the queries for slots."""
-        self._take(rows, share, self.queries.back, self.d.back)
-
-    def _take(self, rows: Rows, share: Tensor, scale: Tensor | None, d_scale: Tensor | None) -> None:
-        share = share.to(self.d.weight.dtype)
-        if scale is not None:
-            assert d_scale is not None
-            d_scale += (share * self.queries.q[rows]).sum((0, 1, 3))[:, None]
-            share *= scale
-        if self.total is None:
-            self.total = share
+        if self.front is None:
+            self.front = share.to(self.d.weight.dtype)
         else:
-            add_rows(self.total, rows, share)
+            add_rows(self.front, rows, share)
+
+    def of_back(self, rows: slice, share: Tensor) -> None:
+        """Take in `[rows, C, H, D]` of the queries for slots."""
+        self.back.append((rows, share.to(self.d.weight.dtype)))
 
     def finish(self) -> None:
-        assert self.total is not None
-        self.d.q[self.rows] = self.total.to(self.d.q.dtype)
+        assert self.front is not None
+        q, total = self.queries.q, self.front
+        _through_temperature(total, q, self.queries.front, self.d.front)
+        for rows, share in self.back:
+            _through_temperature(share, q[rows], self.queries.back, self.d.back)
+            total[rows] += share
+        self.d.q[self.rows] = total.to(self.d.q.dtype)
+
+
+def _through_temperature(share: Tensor, q: Tensor, scale: Tensor | None, d_scale: Tensor | None) -> None:
+    """Turn the gradient of `q * scale` into that of `q`, in place; adds to that of `scale`."""
+    if scale is not None:
+        assert d_scale is not None
+        d_scale += torch.linalg.vecdot(share, q.to(share.dtype)).sum((0, 1))[:, None]
+        share *= scale
 
 
 def group_backward(
@@ -106,9 +112,9 @@ def slots_backward(
 ) -> Sums:
     """Make the updates and take them back one by one; adds to the gradient of the queries."""
     grad, out, lse = joint
-    earlier = [slots.advance(new, at) for _, new, at, _ in entering]
-    slots.read_all(entering[0].step.sequences, entering[-1].step.after)
+    changes = [slots.advance(new, at) for _, new, at, _ in entering]
     d_added = Sums(*(_empty_rows(field) for field in zip(*(new for _, new, _, _ in entering), strict=True)))
+    d_added.radius.zero_()
     end = len(d_added.keys)
     for step, _, at, readers in reversed(entering):
         if readers is not None:
@@ -119,10 +125,11 @@ def slots_backward(
             d_queries.of_back(readers, share)
             d_slots.add(*shares)
         start = end - len(at.tokens)
-        d_slots.take_back(at, slots.held(at), Sums(*(x[start:end] for x in d_added)))
-        slots.restore(at, earlier.pop())
+        change = changes.pop()
+        d_slots.take_back(change, at, Sums(*(x[start:end] for x in d_added)))
+        slots.restore(change, at)
         end = start
-    shape = (-1, plan.spec.chunk, slots.keys.shape[1])
+    shape = (-1, plan.spec.chunk, slots.sums.keys.shape[1])
     return Sums(*(x.unflatten(0, shape).transpose(1, 2) for x in d_added))
 
 

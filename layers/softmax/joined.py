@@ -88,11 +88,11 @@ class Joint:
             at_out, at_lse = (part.q_rows, part.q_tokens), (part.q_rows, ALL, part.q_tokens)
             before = self.lse[at_lse]
             after = torch.logaddexp(before, own)
-            keep, add = (torch.exp(x - after).transpose(1, 2)[..., None] for x in (before, own))
+            weight = torch.exp(own - after).transpose(1, 2)[..., None]
             if isinstance(part.q_rows, slice):
-                self.out[at_out].mul_(keep).addcmul_(share.to(self.dtype), add)
+                self.out[at_out].lerp_(share.to(self.dtype), weight)
             else:
-                self.out[at_out] = torch.addcmul(self.out[at_out] * keep, share.to(self.dtype), add)
+                self.out[at_out] = self.out[at_out].lerp_(share.to(self.dtype), weight)
             self.lse[at_lse] = after
 
     def result(self) -> tuple[Tensor, Tensor]:
