@@ -30,8 +30,8 @@ from ..softmax.attention import same_dtype
 from ..softmax.grid import ChunkGrid
 from .budget import Budget
 from .chunks import Call, Queries, decide, on_grid
-from .routing import Choice, Norm, Routes, first_slots, prepare
-from .slots import contributions
+from .contributions import Norm, contributions, prepare
+from .routing import Choice, Routes, first_slots
 from .spec import KVMSpec, Update, updates
 from .state import KVMState
 

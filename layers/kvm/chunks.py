@@ -15,10 +15,10 @@ from torch import Tensor
 from ..errors import LayerError
 from ..softmax.grid import ChunkGrid
 from ..softmax.kernels import choose
+from .contributions import Norm, Sums
 from .groups import groups
 from .operands import Operands, Plan, Queries
-from .routing import Choice, Norm, Routes, first_slots, route
-from .slots import Sums
+from .routing import Choice, Routes, first_slots, route
 from .spec import KVMSpec, Update
 from .walk import Walk
 

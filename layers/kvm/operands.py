@@ -12,9 +12,10 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
+from .contributions import Norm, Sums, contributions, prepare
 from .groups import Group
-from .routing import Choice, Norm, prepare
-from .slots import Places, Slots, Sums, contributions, places
+from .routing import Choice
+from .slots import Places, Slots, places
 from .spec import KVMSpec, Update
 
 
@@ -79,10 +80,10 @@ class Operands(NamedTuple):
     def queries(self, group: Group) -> Queries:
         return Queries(self.q[group.queries], self.front, self.back)
 
-    def entering(self, group: Group) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-        """What the group's contributions are made of."""
+    def entering(self, group: Group) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and gates that enter the state."""
         gate = None if self.gate is None else self.gate[group.entering]
-        return self.k[group.entering], self.v[group.entering], gate, self.weight, self.bias
+        return self.k[group.entering], self.v[group.entering], gate
 
 
 class Entering(NamedTuple):
@@ -97,7 +98,7 @@ class Entering(NamedTuple):
 
 def decided_updates(plan: Plan, group: Group, x: Operands, slots: Slots) -> Iterator[tuple[Choice, Entering]]:
     """The group's updates, each decided on with the slots as they are when it is asked for."""
-    k, v, gate, *_ = x.entering(group)
+    k, v, gate = x.entering(group)
     sizes = [step.sequences for step in group.steps]
     keys = prepare(k, plan.spec.rotary_dim, x.norm).transpose(1, 2).split(sizes)
     values = v.transpose(1, 2).split(sizes)
@@ -108,22 +109,6 @@ def decided_updates(plan: Plan, group: Group, x: Operands, slots: Slots) -> Iter
         choice = plan.decide(own_k, own_gate, slots.routable(step.sequences, step.before), step)
         added = contributions(own_k, own_v, own_gate, choice.founds, [step], plan.spec)
         yield choice, Entering(step, added, places(choice.slot, step, plan.size, plan.spec), readers)
-
-
-def group_contributions(
-    plan: Plan,
-    group: Group,
-    founds: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-) -> Sums:
-    """What the group's tokens add to their slots, `[R, G, C, ...]`; `founds` `[R, G, C]`."""
-    keys = prepare(k, plan.spec.rotary_dim, Norm(weight, bias)).transpose(1, 2)
-    gate = None if gate is None else gate.transpose(1, 2)
-    return contributions(keys, v.transpose(1, 2), gate, founds, group.steps, plan.spec)
 
 
 def group_updates(plan: Plan, group: Group, added: Sums, slot: Tensor) -> list[Entering]:

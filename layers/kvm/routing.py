@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .contributions import Norm
 from .spec import KVMSpec, Update
-
-EPSILON = 1e-5
-"""Of the LayerNorm of state keys."""
 
 
 @dataclass
@@ -55,47 +52,11 @@ def joined_choices(choices: Sequence[Choice]) -> Choice:
     return Choice(torch.cat(slots), torch.cat(founds), None if margins[0] is None else torch.cat(margins))
 
 
-class Norm(NamedTuple):
-    """The LayerNorm of state keys: weight and bias `[D]`, shared by heads."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def __call__(self, keys: Tensor) -> Tensor:
-        return F.layer_norm(keys, self.weight.shape, self.weight, self.bias, EPSILON)
-
-
-def prepare(keys: Tensor, rotary_dim: int, norm: Norm) -> Tensor:
-    """Keys as they enter the state: `LN([0] * rotary_dim ++ k[rotary_dim:])`, spec section 3."""
-    return norm(F.pad(keys[..., rotary_dim:].to(norm.weight.dtype), (rotary_dim, 0)))
-
-
 def first_slots(keys: Tensor, first: int = 0, margins: bool = False) -> Choice:
     """Prepared keys `[n, G, C, D]` that become slots `first`, `first + 1`, ..., without a choice."""
     slot = torch.arange(first, first + keys.shape[2], device=keys.device).expand(keys.shape[:3])
     margin = torch.full_like(keys[..., 0], torch.inf) if margins else None
     return Choice(slot, torch.ones_like(slot, dtype=torch.bool), margin)
-
-
-def key_weight(spec: KVMSpec, number: int, founds: Tensor, gate: Tensor | None) -> Tensor | None:
-    """What a token's prepared key is multiplied by in update `number`; `founds`: whether it founds a slot.
-    None: 1."""
-    return _weight(spec.gate_keys, spec, number, founds, gate)
-
-
-def value_weight(spec: KVMSpec, number: int, founds: Tensor, gate: Tensor | None) -> Tensor | None:
-    """As `key_weight`, for values."""
-    return _weight(spec.gate_values, spec, number, founds, gate)
-
-
-def _weight(flag: bool, spec: KVMSpec, number: int, founds: Tensor, gate: Tensor | None) -> Tensor | None:
-    if gate is None:
-        return None
-    if number == 0:
-        return gate if spec.gate_initial else None
-    if not flag or spec.gate_appends:
-        return gate if flag else None
-    return torch.where(founds, 1, gate)
 
 
 @torch.no_grad()

@@ -6,84 +6,23 @@ to the read form is kept there until the update that made it is taken back; then
 to the sums, where every token of the update finds its gradient in its slot. So where there are many slots,
 both directions do work for the tokens of a chunk, never for all slots of all chunks.
 
-Shapes: N sequences, n of them in an update, R rows (chunks entering the
-state, ordered by update, then by sequence), G key/value heads, C tokens of a chunk, S slots, D head size.
+Shapes: N sequences, n of them in an update, G key/value heads, C tokens of a chunk, S slots, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .routing import EPSILON, Norm, key_weight, value_weight
+from .contributions import TINY, Norm, Normed, Sums
 from .spec import KVMSpec, Update
-
-
-class Sums(NamedTuple):
-    """Keys, values and radii (or counts) of slots, `[..., S, D]` twice and `[..., S, 1]`, in at least fp32;
-    also what single tokens add to them."""
-
-    keys: Tensor
-    values: Tensor
-    radius: Tensor
-
-
-def contributions(
-    keys_RGCD: Tensor,
-    values_RGCD: Tensor,
-    gate_RGC: Tensor | None,
-    founds_RGC: Tensor,
-    steps: Sequence[Update],
-    spec: KVMSpec,
-) -> Sums:
-    """What every token adds to its slot (spec sections 3 and 4); `keys` are prepared keys."""
-    values_RGCD = values_RGCD.to(keys_RGCD.dtype)
-    initial = steps[0].sequences if steps[0].number == 0 else 0
-    append = any(step.number and step.after > step.before for step in steps)
-    if initial in (0, len(keys_RGCD)):
-        return _added(keys_RGCD, values_RGCD, gate_RGC, founds_RGC, initial == 0, append, spec)
-    parts = []
-    for rows, later in ((slice(0, initial), False), (slice(initial, None), True)):
-        gate = None if gate_RGC is None else gate_RGC[rows]
-        parts.append(_added(keys_RGCD[rows], values_RGCD[rows], gate, founds_RGC[rows], later, append, spec))
-    return Sums(*(torch.cat(x) for x in zip(*parts, strict=True)))
-
-
-def _added(
-    keys: Tensor,
-    values: Tensor,
-    gate: Tensor | None,
-    founds: Tensor,
-    later: bool,
-    append: bool,
-    spec: KVMSpec,
-) -> Sums:
-    """Of tokens that all enter by update 0, or `later` (where some may `append`)."""
-    gated_keys = _times(keys, key_weight(spec, int(later), founds, gate))
-    gated_values = _times(values, value_weight(spec, int(later), founds, gate))
-    if spec.values != "radius":
-        radius = torch.ones_like(values[..., :1])
-    elif later and not append:
-        radius = torch.zeros_like(values[..., :1])
-    else:
-        # Merges leave the radius alone. The initial state's is that of the ungated value.
-        length = torch.linalg.vector_norm(gated_values if later else values, dim=-1, keepdim=True)
-        radius = length * founds[..., None]
-    return Sums(gated_keys, gated_values, radius)
-
-
-def _times(x: Tensor, weight: Tensor | None) -> Tensor:
-    return x if weight is None else x * weight[..., None]
-
 
 DENSE = 2
 """Up to so many chunks of slots an update is taken to change all of them: whole tensors are faster than
 picked rows."""
-TINY = 1e-12
-"""Sums of values below this length are not brought to their radius."""
 
 
 class Places(NamedTuple):
@@ -171,22 +110,16 @@ class Reading:
     """Slots in read form, `[..., S, D]` in the sums' precision, and the way back to the sums."""
 
     def __init__(self, sums: Sums, norm: Norm, spec: KVMSpec) -> None:
-        self.sums, self.norm = sums, norm
+        self.sums = sums
         self.length = _length(sums, spec)
         self.scale = _value_scale(sums, self.length)
-        self.keys, self.mean, self.deviation = torch.native_layer_norm(
-            sums.keys, norm.weight.shape, *norm, EPSILON
-        )
+        self.normed = Normed(sums.keys, norm)
+        self.keys = self.normed.out
         self.values = sums.values * self.scale
 
     def backward(self, d_keys: Tensor, d_values: Tensor, d_norm: Norm) -> Sums:
         """Gradients of the sums; adds to the norm's. Counts have none, as they depend on nothing."""
-        sums = self.sums
-        to_keys, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
-            d_keys, sums.keys, self.norm.weight.shape, self.mean, self.deviation, *self.norm, [True] * 3
-        )
-        d_norm.weight.add_(d_weight)
-        d_norm.bias.add_(d_bias)
+        sums, to_keys = self.sums, self.normed.backward(d_keys, d_norm)
         to_values = d_values * self.scale
         if self.length is None:
             return Sums(to_keys, to_values, torch.zeros_like(sums.radius))
@@ -200,9 +133,9 @@ class Change(NamedTuple):
     """What an update made of the slots it may have changed, and what they were in read form before."""
 
     made: Reading
-    before: list[Tensor]
+    before: list[Tensor] | None
     whole: bool
-    """Whether `before` is the whole read form, or rows of it."""
+    """Whether `before` is the whole read form (None: it was not read), or rows of it."""
 
 
 class Slots:
@@ -220,9 +153,11 @@ class Slots:
         ]
         if dtype != like.dtype:
             self._rows.append(torch.zeros_like(self.sums.keys))
-        self.form = self._rows
+        self.form: list[Tensor] | None = self._rows
         """Keys and values that queries meet and, where these are narrower than the sums, the keys in full,
-        which routing needs. Either `_rows`, which have room for all, or what the last update made."""
+        which routing needs: `_rows`, which have room for all, or what the last update made. None: not read
+        yet since the start."""
+        self._started = (slice(0, 0), slice(None), slice(0, 0))
 
     def start(self, sums: Sums, most: int) -> None:
         """Take over sums `[n, G, S, ...]`; further slots, up to `most`, are empty."""
@@ -230,9 +165,8 @@ class Slots:
         for own, given in zip(self.sums, sums, strict=True):
             own[:sequences, :, :held] = given
             own[:sequences, :, held:most] = 0
-        self.form = self._rows
-        for own, made in zip(self.form, self._made(Reading(sums, self.norm, self.spec)), strict=True):
-            own[:sequences, :, :held] = made
+        self.form = None
+        self._started = (slice(0, sequences), slice(None), slice(0, held))
 
     def copy(self, sequences: int, slots: int) -> Sums:
         """The sums of the first sequences."""
@@ -240,24 +174,30 @@ class Slots:
 
     def readable(self, sequences: int, slots: int) -> tuple[Tensor, Tensor]:
         """Keys and values to attend to, `[n, S, G, D]`; views."""
-        keys, values = (x[:sequences, :, :slots].transpose(1, 2) for x in self.form[:2])
+        keys, values = (x[:sequences, :, :slots].transpose(1, 2) for x in self._form()[:2])
         return keys, values
 
     def routable(self, sequences: int, slots: int) -> Tensor:
         """Keys to choose from, `[n, G, S, D]`, in the sums' precision; a view."""
-        return self.form[0 if len(self.form) == 2 else 2][:sequences, :, :slots]
+        form = self._form()
+        return form[0 if len(form) == 2 else 2][:sequences, :, :slots]
 
     def update(self, added: Sums, at: Places) -> None:
         """Add what tokens add, `[n, G, C, ...]`, and bring the read form up to date."""
+        if not at.dense:
+            self._settle()
         self._add(added, at)
         self._set(Reading(Sums(*(at.take(x) for x in self.sums)), self.norm, self.spec), at)
 
     def advance(self, added: Sums, at: Places) -> Change:
         """As `update`; returns what it takes to go back."""
+        whole = at.dense or self.form is not self._rows
+        before = self.form
+        if not at.dense:
+            self._settle()
+            before = before if whole else [at.copy(x) for x in self._rows]
         self._add(added, at)
         reading = Reading(Sums(*(at.copy(x) for x in self.sums)), self.norm, self.spec)
-        whole = at.dense or self.form is not self._rows
-        before = self.form if whole else [at.copy(x) for x in self.form]
         self._set(reading, at)
         return Change(reading, before, whole)
 
@@ -269,15 +209,19 @@ class Slots:
         if at.dense:
             self.form = self._made(reading)
         else:
-            self._settle()
             self._put(at, self._made(reading))
 
     def restore(self, change: Change, at: Places) -> None:
         """Undo what an update did to the read form."""
         if change.whole:
             self.form = change.before
-        else:
+        elif change.before is not None:
             self._put(at, change.before)
+
+    def _form(self) -> list[Tensor]:
+        if self.form is None:
+            self._settle()
+        return self.form if self.form is not None else self._rows
 
     def _made(self, reading: Reading) -> list[Tensor]:
         made = [reading.keys.to(self.dtype), reading.values.to(self.dtype)]
@@ -285,10 +229,14 @@ class Slots:
 
     def _settle(self) -> None:
         """Keep the read form where rows can be put."""
-        if self.form is not self._rows:
+        if self.form is None:
+            held = Sums(*(x[self._started] for x in self.sums))
+            for rows, made in zip(self._rows, self._made(Reading(held, self.norm, self.spec)), strict=True):
+                rows[self._started] = made
+        elif self.form is not self._rows:
             for rows, own in zip(self._rows, self.form, strict=True):
                 rows[: own.shape[0], :, : own.shape[2]] = own
-            self.form = self._rows
+        self.form = self._rows
 
     def _put(self, at: Places, made: list[Tensor]) -> None:
         for own, rows in zip(self._rows, made, strict=True):
@@ -302,45 +250,66 @@ class SlotGradients:
         """`last`: gradients of the sums as they are now; `d_norm`: receives the norm's."""
         self.slots, self.d_norm = slots, d_norm
         self.sums = Sums(*(torch.zeros_like(x) for x in slots.sums))
-        self.keys, self.values = (torch.zeros_like(x) for x in self.sums[:2])
+        self.form: list[Tensor] | None = None
+        """Keys' and values', `[n, G, S, D]`. None: 0."""
         if last is not None:
             for own, given in zip(self.sums, last, strict=True):
                 own[: len(given), :, : given.shape[2]] = given
 
     def add(self, keys: Tensor, values: Tensor) -> None:
-        """What queries send back to the slots `[n, S, G, D]` they read."""
-        for own, share in zip((self.keys, self.values), (keys, values), strict=True):
-            own[: len(share), :, : share.shape[1]] += share.transpose(1, 2)
+        """What queries send back to the slots `[n, S, G, D]` they read; the tensors are taken over."""
+        shares = [x.to(self.d_norm.weight.dtype).transpose(1, 2) for x in (keys, values)]
+        if self.form is None:
+            self.form = shares
+            return
+        for own, share in zip(self.form, shares, strict=True):
+            own[: share.shape[0], :, : share.shape[2]] += share
 
     def take_back(self, change: Change, at: Places, out: Sums) -> None:
         """Write gradients of what an update's tokens added to `out`, rows in the order `[n, C, G]`.
 
         The read form's gradients are then those of the form before.
         """
-        form = self.keys, self.values
-        if at.dense:
-            shares = change.made.backward(self.keys[at.box], self.values[at.box], self.d_norm)
+        if self.form is not None and at.dense:
+            d_keys, d_values = (x[at.box] for x in self._form_of(at.box[0].stop, at.box[2].stop))
+            shares = change.made.backward(d_keys, d_values, self.d_norm)
             for sums, share in zip(self.sums, shares, strict=True):
                 sums[at.box] += share
-            for x in form:
-                x[at.box] = 0
-        else:
-            once = _once(at.tokens, self.keys[..., 0].numel())
-            d_keys, d_values = (_flat(x).index_select(0, at.tokens).mul_(once) for x in form)
+            self.form = None
+        elif self.form is not None:
+            sequences, _, slots, _ = self.sums.keys.shape
+            self.form = [x.contiguous() for x in self._form_of(sequences, slots)]
+            once = _once(at.tokens, sequences * self.sums.keys.shape[1] * slots)
+            d_keys, d_values = (_flat(x).index_select(0, at.tokens).mul_(once) for x in self.form)
             shares = change.made.backward(d_keys, d_values, self.d_norm)
             for sums, share in zip(self.sums, shares, strict=True):
                 _flat(sums).index_add_(0, at.tokens, share)
-            for x in form:
+            for x in self.form:
                 _flat(x).index_fill_(0, at.tokens, 0)
-        for field, rows in at.fields():
-            torch.index_select(_flat(self.sums[field]), 0, rows, out=out[field])
+        for field, places in at.fields():
+            torch.index_select(_flat(self.sums[field]), 0, places, out=out[field])
+
+    def _form_of(self, sequences: int, slots: int) -> list[Tensor]:
+        """The read form's gradients, with room for so many."""
+        assert self.form is not None
+        held = self.form[0].shape
+        if held[0] >= sequences and held[2] >= slots:
+            return self.form
+        whole = [torch.zeros_like(x) for x in self.sums[:2]]
+        for own, given in zip(whole, self.form, strict=True):
+            own[: held[0], :, : held[2]] = given
+        return whole
 
     def first(self, before: Sums) -> Sums:
         """Gradients of the sums before the first update, all updates being taken back."""
         box = tuple(slice(0, size) for size in before.keys.shape[:3])
+        found = Sums(*(x[box] for x in self.sums))
+        if self.form is None:
+            return found
         reading = Reading(before, self.slots.norm, self.slots.spec)
-        shares = reading.backward(self.keys[box], self.values[box], self.d_norm)
-        return Sums(*(x[box] + y for x, y in zip(self.sums, shares, strict=True)))
+        d_keys, d_values = (x[box] for x in self._form_of(box[0].stop, box[2].stop))
+        shares = reading.backward(d_keys, d_values, self.d_norm)
+        return Sums(*(x + y for x, y in zip(found, shares, strict=True)))
 
 
 def _once(rows: Tensor, count: int) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..base import MixerState
-from .routing import Norm
-from .slots import Sums, absorbed, read
+from .contributions import Norm, Sums
+from .slots import absorbed, read
 from .spec import KVMSpec, Update
 
 _AXIS = {"key_sums": 2, "value_sums": 2, "radius": 2, "window_k": 1, "window_v": 1, "window_gate": 1}

@@ -20,10 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from ..softmax import Part
 from ..softmax.joined import Joint
-from .operands import Operands, Plan, decided_updates, group_contributions, group_updates
+from .contributions import Entered, Sums
+from .operands import Operands, Plan, decided_updates, group_updates
 from .routing import Choice, joined_choices
-from .slots import SlotGradients, Sums
-from .walk_backward import contributions_backward, empty_gradients, group_backward
+from .slots import SlotGradients
+from .walk_backward import empty_gradients, entered_backward, group_backward
 
 
 class Walk(torch.autograd.Function):
@@ -51,7 +52,7 @@ class Walk(torch.autograd.Function):
             if plan.differentiable:
                 kept += slots.copy(group.steps[0].sequences, group.steps[0].before)
             front, back = x.queries(group).scaled()
-            joint = Joint(front)
+            joint = Joint(front, y[group.queries] if isinstance(group.queries, slice) else None)
             k, v = x.k[group.keys], x.v[group.keys]
             joint.add(plan.kernel, [front], [k], [v], group.window, plan.scale)
             if window is not None:
@@ -62,7 +63,9 @@ class Walk(torch.autograd.Function):
                 if readers is not None:
                     keys, values = slots.readable(readers.stop - readers.start, step.after)
                     joint.add(plan.kernel, [back], [keys], [values], [Part(readers)], plan.scale)
-            y[group.queries], lse[group.queries] = joint.result()
+            out, lse[group.queries] = joint.result()
+            if not isinstance(group.queries, slice):
+                y[group.queries] = out
         slot, founds, margin = joined_choices(choices)
         ctx.save_for_backward(slot, founds, y, lse, *x, *kept)
         ctx.plan, ctx.has_base = plan, before is not None
@@ -88,15 +91,11 @@ class Walk(torch.autograd.Function):
             before = Sums(*kept[-3:])
             del kept[-3:]
             slots.start(before, group.steps[-1].after)
-            with torch.enable_grad():
-                leaves: list[Any] = [
-                    t if t is None else t.detach().requires_grad_() for t in x.entering(group)
-                ]
-                added = group_contributions(plan, group, founds[group.rows], *leaves)
-            entering = group_updates(plan, group, Sums(*(s.detach() for s in added)), slot[group.rows])
+            entered = Entered(*x.entering(group), founds[group.rows], group.steps, plan.spec, x.norm)
+            entering = group_updates(plan, group, entered.sums, slot[group.rows])
             joint = grad[group.queries], y[group.queries], lse[group.queries]
             d_added = group_backward(plan, group, entering, x, d, joint, slots, d_slots)
-            contributions_backward(group, added, leaves, d_added, d)
+            entered_backward(plan, group, entered, d_added, d)
         base = d_slots.first(before) if ctx.has_base and before else (None, None, None)
         found = (
             None if t is None or like is None else t.to(like.dtype) for t, like in zip(d, x, strict=True)

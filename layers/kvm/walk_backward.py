@@ -15,9 +15,10 @@ from torch import Tensor
 from ..softmax import ALL, kernels
 from ..softmax.joined import Gradient, Rows
 from ..softmax.kernels import Mask
+from .contributions import Entered, Sums
 from .groups import Group
 from .operands import Entering, Operands, Plan
-from .slots import SlotGradients, Slots, Sums
+from .slots import SlotGradients, Slots
 
 
 def empty_gradients(x: Operands) -> Operands:
@@ -138,19 +139,12 @@ def _empty_rows(updates: Sequence[Tensor]) -> Tensor:
     return updates[0].new_empty(sum(x[..., 0].numel() for x in updates), updates[0].shape[-1])
 
 
-def contributions_backward(group: Group, added: Sums, leaves: list[Any], slopes: Sums, d: Operands) -> None:
+def entered_backward(plan: Plan, group: Group, entered: Entered, slopes: Sums, d: Operands) -> None:
     """Add the share of what entered the state."""
-    sums, slopes_of = zip(
-        *((s, t) for s, t in zip(added, slopes, strict=True) if s.requires_grad), strict=True
-    )
-    wanted = [leaf for leaf in leaves if leaf is not None]
-    found = iter(torch.autograd.grad(sums, wanted, slopes_of, allow_unused=True))
-    shares: list[Any] = [None if leaf is None else next(found) for leaf in leaves]
-    for total, share in zip((d.k, d.v, d.gate), shares, strict=False):
+    k, v, gate = entered.backward(slopes, d.norm)
+    for total, share in ((d.k[..., plan.spec.rotary_dim :], k), (d.v, v), (d.gate, gate)):
         if share is not None:
             add_rows(total, group.entering, share)
-    d.weight.add_(shares[3])
-    d.bias.add_(shares[4])
 
 
 def add_rows(total: Tensor | None, rows: Rows, share: Tensor | None) -> None:

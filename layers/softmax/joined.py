@@ -59,11 +59,11 @@ def joined_attention(
 class Joint:
     """A softmax that grows part by part: output `[R, T, H, D]` and log-sum-exp `[R, H, T]`, fp32 or wider."""
 
-    def __init__(self, like: Tensor) -> None:
-        """`like`: the queries."""
+    def __init__(self, like: Tensor, into: Tensor | None = None) -> None:
+        """`like`: the queries; `into`: where the result goes, like the queries (None: new memory)."""
         rows, tokens, heads, _ = like.shape
         self.dtype = torch.promote_types(like.dtype, torch.float32)
-        self.like = like
+        self.like, self.into = like, into
         self.out: Tensor | None = None
         self.lse = like.new_full((rows, tokens, heads), -torch.inf, dtype=self.dtype).transpose(1, 2)
 
@@ -89,16 +89,26 @@ class Joint:
             before = self.lse[at_lse]
             after = torch.logaddexp(before, own)
             weight = torch.exp(own - after).transpose(1, 2)[..., None]
-            if isinstance(part.q_rows, slice):
+            if self._may_move() and _everything(part, self.like):
+                self.out = torch.lerp(self.out, share, weight, out=self.into)
+            elif isinstance(part.q_rows, slice):
                 self.out[at_out].lerp_(share.to(self.dtype), weight)
             else:
                 self.out[at_out] = self.out[at_out].lerp_(share.to(self.dtype), weight)
             self.lse[at_lse] = after
 
+    def _may_move(self) -> bool:
+        """Whether the output can go on growing where it is to be in the end, without a copy of its own."""
+        return self.into is not None and self.into is not self.out and self.into.dtype == self.dtype
+
     def result(self) -> tuple[Tensor, Tensor]:
         """Output in the queries' dtype, and log-sum-exp."""
-        out = torch.zeros_like(self.like) if self.out is None else self.out.to(self.like.dtype)
-        return out, self.lse
+        out = torch.zeros_like(self.like) if self.out is None else self.out
+        if self.into is None:
+            return out.to(self.like.dtype), self.lse
+        if self.into is not out:
+            self.into.copy_(out)
+        return self.into, self.lse
 
 
 class Gradient:

@@ -7,8 +7,8 @@ import torch
 
 from hybrid.layers.kvm import slots as module
 from hybrid.layers.kvm.budget import Budget
-from hybrid.layers.kvm.routing import Norm
-from hybrid.layers.kvm.slots import SlotGradients, Slots, Sums, absorbed, places, read
+from hybrid.layers.kvm.contributions import Norm, Sums
+from hybrid.layers.kvm.slots import SlotGradients, Slots, absorbed, places, read
 from hybrid.layers.kvm.spec import KVMSpec, Update
 
 N, G, C, D = 2, 2, 4, 6
