@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 from .arguments import Parser, UsageError
 from .commands import COMMANDS
+from .processor import wait_briefly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,11 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that lacks a character must not end the run
             stream.reconfigure(errors="backslashreplace")
-    # Threads that spin while they wait stand in each other's way where a core is shared: a quickstart step
-    # took 10 s beside one busy process. With spins this short it took 1.6 s, and no longer than before on an
-    # idle machine (a third longer when they sleep at once). Read when torch loads its OpenMP.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    wait_briefly()
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from .arguments import Parser, UsageError, count, part
+from .processor import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from .train.launcher import number
     from .train.signals import ending_at_once
 
+    keep_freed_memory()
     with ending_at_once():
         recipe = _load_recipe(arguments, number("WORLD_SIZE", 1, least=1))
         from .train import train
@@ -236,6 +238,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise UsageError(f"hybrid bench {arguments.what} {found} (see hybrid bench --help)")
     if whole_model and (arguments.quick or arguments.only):
         raise UsageError("bench model takes neither --quick nor --only: its sizes are the recipe's")
+    keep_freed_memory()
     from .bench import run
 
     return run(
