@@ -221,7 +221,8 @@ def test_every_kind_in_random_order(rank_pools: Any, size: int, sequence: int, s
         check(rank_pools, size, Case(pattern, sequence, **settings, rate=1e3, steps=1))
         check(rank_pools, size, Case(pattern, sequence, **settings))
         check(rank_pools, size, Case(pattern, sequence, **settings, rate=1e-2, name="adamw"))
-    check(rank_pools, size, Case("KWBK", sequence, **settings, three=True, rate=1e3, steps=1))
+    if stage != 2:  # refused, see the recipe's checks
+        check(rank_pools, size, Case("KWK", sequence, **settings, three=True, rate=1e3, steps=1))
 
 
 def test_a_run_logs_the_same_with_and_without_the_cut(rank_pools: Any, tiny_recipe: Path, tmp_path: Path):
