@@ -215,27 +215,17 @@ class LayerTable:
                     *("layers", letter),
                 )
 
-    def cut_problems(self, size: int, tokens: int, zero_stage: int) -> list[str]:
+    def cut_problems(self, size: int, tokens: int) -> list[str]:
         """Why sequences of `tokens` cannot be cut over `size` ranks, by letter; the table has no faults."""
         from .layers import LayerError, Site, mixer_class
 
         found = []
         for letter in dict.fromkeys(self.letters):
             site = Site(self.model.hidden_size, self.letters.index(letter), len(self.letters))
-            mixer, options = mixer_class(self.kinds[letter]), self.options[letter]
             try:
-                mixer.check_cut(options, site, size, tokens)
+                mixer_class(self.kinds[letter]).check_cut(self.options[letter], site, size, tokens)
             except LayerError as error:
                 found.append(f"{size} ranks per sequence: {error}")
-                continue
-            if zero_stage == 2 and mixer.hands_on(options, site, size):
-                # Seen to be wrong, by parts in a thousand of a temperature gradient. Stage 2 buckets what
-                # comes as it comes, which here may be in another order on each rank.
-                found.append(
-                    f"{size} ranks per sequence: layer {site.layer} ({mixer.kind}): its heads do not divide, "
-                    "so its state goes from rank to rank, for which ZeRO 2 sums wrong gradients; "
-                    "parallel.zero_stage 0, 1 and 3 are right"
-                )
         return found
 
 

@@ -181,11 +181,6 @@ class Mixer(nn.Module):
             "not say how its ranks exchange what they need"
         )
 
-    @classmethod
-    def hands_on(cls, options: Any, site: Site, size: int) -> bool:
-        """Whether, cut over `size` ranks, its state goes from rank to rank, so that their graphs differ."""
-        return False
-
     def forward(self, x: Tensor, context: Context | None = None, state: Any = None) -> tuple[Tensor, Any]:
         """Mix tokens.
 

@@ -1,8 +1,8 @@
-"""Parameters of a layer: how they are filled, and how all of them get a gradient on every rank."""
+"""Parameters of a layer: how they are filled, and how their gradients come on every rank alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,3 +49,28 @@ def always_used(y: Tensor, *tensors: Tensor) -> Tensor:
     so that the gradient comes to it the usual way.
     """
     return _AlwaysUsed.apply(y, *tensors) if torch.is_grad_enabled() else y
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+def together(*parameters: Tensor | None) -> Sequence[Any]:
+    """`parameters` themselves, whose gradients come one after another in this order, once all are known.
+
+    For parameters that are used in several places, or in places that are not the same on every rank: ZeRO
+    puts gradients into buckets as they come and adds up the buckets of all ranks, so that another order on
+    another rank adds up what does not belong together, without an error.
+    """
+    given = [parameter for parameter in parameters if parameter is not None]
+    if not torch.is_grad_enabled():
+        return parameters
+    # A node of its own for each: torch runs leaves that are ready at the same time in no certain order.
+    made = iter(_Together.apply(*(parameter.view_as(parameter) for parameter in given)))
+    return tuple(None if parameter is None else next(made) for parameter in parameters)

@@ -16,7 +16,7 @@ from ..cut import SequenceCut
 from ..errors import LayerError, is_count, require
 from ..heads import Heads, ProjectionOptions
 from ..norms import LayerNorm, compute_dtype
-from ..parameters import always_used, initialise
+from ..parameters import always_used, initialise, together
 from ..projections import Projected, ProjectedMixer, ProjectedState
 from ..registry import register
 from .attention import KVMSpec, KVMState, kvm_attention
@@ -167,12 +167,16 @@ class KVM(ProjectedMixer):
         gate = None if logits is None else _gate(logits)
         layer, routes = self.site.layer, context.routes
         statistics: dict[str, Tensor] | None = None if context.statistics is None else {}
+        # Ranks that hand on a state use them in other places than those that do not.
+        weight, bias, front, back = together(
+            self.ln_s_k.weight, self.ln_s_k.bias, *self._temperatures(context)
+        )
         settings: dict[str, Any] = {
             "spec": self.spec,
-            "norm_weight": self.ln_s_k.weight,
-            "norm_bias": self.ln_s_k.bias,
-            "front_temperature": self._temperature("front", context),
-            "state_temperature": self._temperature("state", context),
+            "norm_weight": weight,
+            "norm_bias": bias,
+            "front_temperature": front,
+            "state_temperature": back,
             "routes": None if routes is None else routes.get(layer),
             "statistics": statistics,
         }
@@ -185,7 +189,7 @@ class KVM(ProjectedMixer):
             start = None if state is None else state.operator
             y, operator, made = kvm_attention(q, k, v, gate, state=start, **settings)
         # Sequences no longer than the window reach none of these.
-        y = always_used(y, self.ln_s_k.weight, self.ln_s_k.bias, *(() if gate is None else (gate,)))
+        y = always_used(y, weight, bias, *(() if gate is None else (gate,)))
         if routes is not None:
             routes.setdefault(layer, made)
         if statistics is not None and context.statistics is not None:
@@ -226,11 +230,11 @@ class KVM(ProjectedMixer):
             moved += rows * (size - 1) * (self.q_width + 2 * self.kv_width) * element_size
         return moved
 
-    def _temperature(self, of: str, context: Context) -> Tensor | None:
-        """`front` (the window's) or `state`: of the heads at hand."""
+    def _temperatures(self, context: Context) -> tuple[Tensor | None, Tensor | None]:
+        """The window's and the state's, of the heads at hand."""
         if not self.options.temperatures:
-            return None
-        return self.own(self.front_head_temp if of == "front" else self.state_head_temp, context)
+            return None, None
+        return self.own(self.front_head_temp, context), self.own(self.state_head_temp, context)
 
     def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """By the names they have in `Context.statistics`."""

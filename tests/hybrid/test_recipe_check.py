@@ -29,11 +29,6 @@ pytestmark = pytest.mark.usefixtures("two_kinds")
             "parallel.sequence",
             "130 tokens (data.context) / 4 ranks per sequence does not divide",
         ),
-        (
-            ["parallel.sequence=2", "parallel.zero_stage=2", "model.pattern=K", "model.layers.K.num_heads=3"],
-            "parallel.sequence",
-            "ZeRO 2 sums wrong gradients; parallel.zero_stage 0, 1 and 3 are right",
-        ),
         (["parallel.sequence=2", "data.order=document"], "data.order", "pieces of unequal length"),
         (["model.norm=batchnorm"], "model.norm", "allowed: layernorm, rmsnorm"),
         (["data.sources.code.format=csv"], "data.sources.code.format", "allowed: auto, text, jsonl, parquet"),

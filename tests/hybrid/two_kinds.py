@@ -51,10 +51,6 @@ class Slots(Mixer):
     def check_cut(cls, options, site, size, tokens):
         pass
 
-    @classmethod
-    def hands_on(cls, options, site, size):
-        return bool((options.num_heads or 0) % size)
-
 
 class Wide(Mixer):
     kind = "full"
