@@ -195,6 +195,7 @@ class Run:
         done = step.take(
             self.engine, self.world, batches, self.signals, z_loss=recipe.train.z_loss,
             carry_chunks=recipe.train.carry_chunks, waited=waited, sharing=self.sharing,
+            between=self.saver.advance,  # a step of many passes may take minutes
         )  # fmt: skip
         progress.step += 1
         progress.sample += recipe.train.batch_size

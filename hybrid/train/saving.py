@@ -3,8 +3,8 @@
 A save stops training only to copy the state to host memory. A thread of every rank that has files to write
 then writes them; when all are done the main rank's thread adds the checksums, gives the tag its name, drops
 old ones and copies it to the second folder. Threads never communicate: the ranks learn from each other in
-`advance`, between two steps. What goes wrong on a disk is said, and training goes on with the checkpoints
-there are.
+`advance`, between two passes of the model. What goes wrong on a disk is said, and training goes on with the
+checkpoints there are.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,7 @@ def take(
     carry_chunks: int = 1,
     waited: float = 0.0,
     sharing: SequenceRanks | None = None,
+    between: Callable[[], object] = lambda: None,
 ) -> Step:
     """Forward and backward over this rank's micro-batches, and the update.
 
@@ -71,6 +72,7 @@ def take(
         carry_chunks: passes in which a micro-batch is read, see `pieces`.
         waited: seconds this rank waited for the batches.
         sharing: the ranks that read the same batches, each to train on its chunk of them.
+        between: called by all ranks after every pass but the last.
     """
     sharing = sharing or SequenceRanks()
     shares = [sharing.piece(batch) for batch in batches]
@@ -81,9 +83,8 @@ def take(
     total = max(1.0, float(facts[:, 0].sum()))
     checksum = sum(map(checksum_of, batches)) % 2**32 if sharing.main else 0
     passes = [piece for share in shares for piece in cut(share, carry_chunks)]
-    ranks, update = _forward_backward(
-        engine, world, passes, world.size * len(passes) / total, z_loss, (float(checksum), waited)
-    )
+    weight, facts_of_rank = world.size * len(passes) / total, (float(checksum), waited)
+    ranks, update = _forward_backward(engine, world, passes, weight, z_loss, facts_of_rank, between)
     losses = ranks[:, 0]
     return Step(
         loss=float(losses.sum()) / total,
@@ -107,12 +108,14 @@ def _forward_backward(
     weight: float,
     z_loss: float,
     facts: tuple[float, ...],
+    between: Callable[[], object],
 ) -> tuple[Tensor, Update]:
     """Every rank's `[sum of losses, sum of squared logsumexp, *facts]`, and the update."""
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)
     carried = Carried()
     for piece in passes[:-1]:
         engine.backward(_objective(engine, world, piece, carried, z_loss, sums) * weight)
+        between()
     last = _objective(engine, world, passes[-1], carried, z_loss, sums)
     ranks = world.gather_numbers([*sums.tolist(), *facts])
     finite = bool(ranks[:, 0].isfinite().all())

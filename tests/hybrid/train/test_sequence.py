@@ -206,9 +206,7 @@ def test_gradients_are_those_of_whole_sequences(rank_pools: Any, size: int, sequ
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("sequence", [1, 2, 4])
 @pytest.mark.parametrize(("pattern", "three"), [("KFWBQ", False), ("RGDMK", False), ("KWK", True)])
-def test_gradients_come_in_one_order(
-    rank_pools: Any, pattern: str, three: bool, sequence: int, packed: bool
-):
+def test_gradients_come_in_one_order(rank_pools: Any, pattern: str, three: bool, sequence: int, packed: bool):
     """DeepSpeed adds up the ranks' buckets, which it fills with gradients as they come."""
     case = Case(pattern, sequence, packed=packed, three=three)
     orders = [order for rank in rank_pools(4).run(order_of_gradients, case) for order in rank]

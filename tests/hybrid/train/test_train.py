@@ -183,42 +183,6 @@ def test_every_shared_file_has_one_writer(two_ranks, tiny_recipe: Path, tmp_path
     assert {"metrics.jsonl", "recipe.tmp.yaml", "latest.tmp"} <= {Path(name).name for name in main}
 
 
-def full_disk(path: Path, output: Path, **overrides: Any) -> Any:
-    """Rank 1's disk is full when the second checkpoint is written."""
-    from hybrid.train import statefiles
-
-    true_write, written = statefiles.write, []
-
-    def write(file: Path, *rest: Any) -> tuple[int, str]:
-        written.append(file)
-        if os.environ["RANK"] == "1" and len(written) == 2:
-            raise OSError(28, "No space left on device", str(file))
-        return true_write(file, *rest)
-
-    with tiny.patched(statefiles, "write", write):
-        return tiny.run(path, output, train__checkpoint_every=2, **overrides)
-
-
-def test_a_full_disk_does_not_stop_training(two_ranks, tiny_recipe: Path, tmp_path: Path):
-    """The old checkpoint is kept, and the next one is written when there is room again."""
-    found = two_ranks.run(full_disk, tiny_recipe, tmp_path, train__steps=6)
-    assert [summary.steps for summary in found] == [6, 6]
-    assert tags_in(tmp_path / "checkpoints") == ["step_00000002", "step_00000006"]
-    values = [line for line in read_metrics(tmp_path) if "checkpoint/failures" in line]
-    assert [(line["step"], line["checkpoint/failures"]) for line in values] == [(4, 1)]
-    stalls = [line["step"] for line in read_metrics(tmp_path) if "checkpoint/stall_seconds" in line]
-    assert stalls == [2, 4, 6]
-
-
-def test_a_last_checkpoint_that_cannot_be_written_is_an_error(two_ranks, tiny_recipe: Path, tmp_path: Path):
-    main, other = two_ranks.run(full_disk, tiny_recipe, tmp_path)
-    assert main[0] == "TrainError"
-    assert "rank 1 of 2: No space left on device" in main[1]
-    assert "the newest good checkpoint is step_00000002" in main[1]
-    assert other == ("SystemExit", "2")
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000002"]
-
-
 def diverging(path: Path, output: Path, limit: int) -> Any:
     """Rank 1's losses are nan from the third step on."""
     from hybrid.train import step
