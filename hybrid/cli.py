@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return _complain("interrupted", 130)
+    except KeyboardInterrupt as error:
+        return _complain(str(error) or "interrupted", 130)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_gone():
             return 141  # what a shell reports for a program ended by SIGPIPE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -43,7 +44,12 @@ def _train(arguments: argparse.Namespace) -> int:
         recipe = _load_recipe(arguments, number("WORLD_SIZE", 1, least=1))
         from .train import train
 
-        summary = train(recipe)
+        try:
+            summary = train(recipe)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                "interrupted; the same command goes on from the newest checkpoint (SIGTERM writes one first)"
+            ) from None
         if os.environ.get("RANK", "0") == "0":
             from .evaluate.summary import report
 
@@ -132,7 +138,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _declare_generate(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run directory or a converted model")
+    parser.add_argument("run", metavar="RUN", help="a run directory")
     text = parser.add_argument_group("prompts (none: start a new document)")
     text.add_argument(
         "--prompt",
@@ -197,17 +203,20 @@ def _generate(arguments: argparse.Namespace) -> int:
     from .generate import generate, load_model
 
     model, tokenizer = load_model(arguments.run)
-    printer = Printer(prompts, arguments.samples)
+    printer = Printer(prompts, arguments.samples) if arguments.max_tokens else None  # else it only reads
     generate(
         model,
         tokenizer,
         prompts,
         begin=begin and begin.to(model.head.weight.device),
-        on_text=printer.text,
-        on_end=printer.end,
+        on_text=None if printer is None else printer.text,
+        on_end=None if printer is None else printer.end,
         on_bookmark=arguments.save_state and (lambda bookmark: bookmark.save(arguments.save_state)),
         **settings,
     )
+    if arguments.save_state:
+        size = os.path.getsize(arguments.save_state)
+        print(f"state kept in {arguments.save_state} ({size / 1e6:.1f} MB)", file=sys.stderr)
     return 0
 
 
@@ -254,7 +263,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 COMMANDS = {
     "train": Command(
         "Train a model; prepares its data first if it is not there.",
-        "hybrid train recipes/quickstart.yaml train.steps=100",
+        "hybrid train recipes/quickstart.yaml train.steps=100 train.output=runs/short",
         _declare_recipe,
         _train,
     ),

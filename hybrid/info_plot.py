@@ -56,7 +56,7 @@ def draw(recipe: Recipe, path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise PlotError(f"drawing {path.name} needs matplotlib: pip install 'kvm-hybrid[plot]'") from error
+        raise PlotError(f"drawing {path.name} needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(11, 4.6), dpi=110, layout="constrained")
     known = figure.canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:

@@ -176,7 +176,12 @@ def _describe(state: MixerState) -> dict[str, Any]:
             kind = type(value).__name__
             raise StateError(f"{type(state).__name__}.{f.name} is a {kind}, which cannot be saved")
         fields[f.name] = value
-    return {"class": type(state).__qualname__, "fields": fields}
+    return {"class": _class_name(type(state)), "fields": fields}
+
+
+def _class_name(cls: type[MixerState]) -> str:
+    """As it is written to files: with the package, but not the module, which may change."""
+    return f"{cls.__module__.split('.')[0]}.{cls.__qualname__}"
 
 
 def _build(described: dict[str, Any], name: str, tensors: dict[str, Tensor], path: Any) -> Any:
@@ -199,6 +204,6 @@ def _state_classes() -> dict[str, type[MixerState]]:
     waiting = [MixerState]
     while waiting:
         cls = waiting.pop()
-        found[cls.__qualname__] = cls
+        found[_class_name(cls)] = cls
         waiting.extend(cls.__subclasses__())
     return found

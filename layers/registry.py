@@ -15,12 +15,16 @@ from .errors import LayerError
 ENTRY_POINT_GROUP = "hybrid.layers"
 
 _kinds: dict[str, type[Mixer]] = {}
+_broken: dict[str, LayerError] = {}
+"""Of other packages: what is wrong with them, said to who asks for them."""
 
 
 def register(kind: str):
     """Class decorator: make a mixer known as `kind`. Its `Options` must be a dataclass."""
 
     def add(mixer: type[Mixer]) -> type[Mixer]:
+        if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
+            raise LayerError(f"{mixer} is no Mixer; an entry point names its class as 'module:Class'")
         other = _kinds.get(kind)
         if other is not None and _origin(other) != _origin(mixer):
             raise LayerError(f"two mixers are registered as '{kind}': {_origin(other)} and {_origin(mixer)}")
@@ -44,13 +48,12 @@ def _discover() -> None:
         importlib.import_module(module.name)
     for point in entry_points(group=ENTRY_POINT_GROUP):
         try:
-            mixer = point.load()
-        except Exception as error:
+            register(point.name)(point.load())
+        except Exception as error:  # whatever importing another package's module may raise
             owner = f" of package {point.dist.name}" if point.dist else ""
-            raise LayerError(
+            _broken[point.name] = LayerError(
                 f"layer kind '{point.name}' ({point.value}{owner}) cannot be loaded: {error}"
-            ) from error
-        register(point.name)(mixer)
+            )
 
 
 def kinds() -> dict[str, type[Mixer]]:
@@ -62,6 +65,8 @@ def kinds() -> dict[str, type[Mixer]]:
 def mixer_class(kind: str) -> type[Mixer]:
     """The mixer registered as `kind`; LayerError names the nearest known one otherwise."""
     known = kinds()
+    if kind in _broken:
+        raise _broken[kind]
     if kind in known:
         return known[kind]
     near = difflib.get_close_matches(str(kind), known, n=1)

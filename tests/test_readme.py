@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from .third_party import KIND
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -23,7 +25,7 @@ def test_the_example_layer_trains_and_streams_in_a_pattern():
         hidden_size=32,
         vocab_size=64,
         defaults={"num_heads": 2},
-        layers={"A": {"kind": "average", "scale": 2.0}},
+        layers={"A": {"kind": KIND, "scale": 2.0}},
     )
     model = HybridLM(section, layer_specs(section))
     ids = torch.randint(0, 64, (2, 17))
@@ -31,7 +33,7 @@ def test_the_example_layer_trains_and_streams_in_a_pattern():
     loss.total.backward()
     for block in model.blocks:
         torch.nn.init.normal_(block.mixer.get_parameter(
-            "output.weight" if block.mixer.kind == "average" else "c_proj.weight"))  # fmt: skip
+            "output.weight" if block.mixer.kind == KIND else "c_proj.weight"))  # fmt: skip
     whole, _ = model(ids)
     first, state = model(ids[:, :9])
     second, _ = model(ids[:, 9:], state)

@@ -1,4 +1,7 @@
-"""The README's example layer, laid out as an installer leaves a package that names it as an entry point."""
+"""The README's example layer, laid out as an installer leaves a package that names it as an entry point.
+
+Under another name, so that who tries the example meets no other of that name.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ import re
 from pathlib import Path
 
 README = Path(__file__).parent.parent / "README.md"
+KIND = "third_party_average"
 
 
 def install(folder: Path) -> None:
     """Write the module and its metadata into `folder`, which has to be on the path."""
     (code,) = re.findall(r"```python\n(# layers/average\.py\n.*?)```", README.read_text(), re.S)
-    (folder / "average.py").write_text(code)
+    code = code.replace("average", KIND).replace("Average", "ThirdPartyAverage")
+    (folder / f"{KIND}.py").write_text(code)
     info = folder / "average_layer-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: average-layer\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[hybrid.layers]\naverage = average:Average\n")
+    (info / "entry_points.txt").write_text(f"[hybrid.layers]\n{KIND} = {KIND}:ThirdPartyAverage\n")

@@ -16,6 +16,10 @@ def run(
     threads: int | None = None,
 ) -> int:
     """One benchmark by all cores (or `threads`), from the command line's arguments; returns the exit code."""
+    if output and what in ("kvm", "mixers"):
+        from .plot import require_matplotlib
+
+        require_matplotlib()  # before minutes of measuring
     import torch
 
     torch.set_num_threads(threads or _cores())

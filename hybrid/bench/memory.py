@@ -26,7 +26,7 @@ def peak_bytes(work: str, what: str, tokens: int, quick: bool) -> int:
     `training` is forward and backward of the operator; `prefill` reads a sequence in pieces with one layer,
     whose weights count as inputs.
     """
-    command = [sys.executable, "-m", "hybrid.bench.memory", work, what, str(tokens), str(int(quick))]
+    command = [sys.executable, "-P", "-m", "hybrid.bench.memory", work, what, str(tokens), str(int(quick))]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,14 +18,16 @@ class Curve(NamedTuple):
     """In the colour of the curve before."""
 
 
+def require_matplotlib() -> None:
+    """BenchError where plots cannot be drawn."""
+    if not importlib.util.find_spec("matplotlib"):
+        raise BenchError("plots need matplotlib: pip install matplotlib, or give no --output")
+
+
 def time_plot(path: Path, title: str, unit: str, curves: Sequence[Curve]) -> None:
     """Curves over the number of tokens, both axes logarithmic, as a PNG."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise BenchError(
-            f"drawing {path.name} needs matplotlib: pip install 'kvm-hybrid[plot]', or give no --output"
-        ) from error
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -12,7 +12,7 @@ from hybrid.data.errors import DataError
 
 if TYPE_CHECKING:
     from hybrid.data.loader import Loader
-    from hybrid.data.preparation import is_prepared, prepare
+    from hybrid.data.preparation import is_prepared, outdated, prepare
     from hybrid.data.report import Report
     from hybrid.data.rows import Batch, Segment
     from hybrid.data.store import Store, train_tokens
@@ -29,6 +29,7 @@ _HOMES = {
     "Tokenizer": "tokenizer",
     "ValidationSet": "validation",
     "is_prepared": "preparation",
+    "outdated": "preparation",
     "prepare": "preparation",
     "train_tokens": "store",
 }
@@ -44,6 +45,7 @@ __all__ = [
     "Tokenizer",
     "ValidationSet",
     "is_prepared",
+    "outdated",
     "prepare",
     "train_tokens",
 ]

@@ -39,7 +39,8 @@ class Pool:
 
     def run(self, processes: int) -> None:
         """Raises DataError when a worker refuses its unit or dies."""
-        command = [sys.executable, "-m", "hybrid.data.worker", str(self.folder)]
+        # -P: where the command is run there may be a folder called hybrid.
+        command = [sys.executable, "-P", "-m", "hybrid.data.worker", str(self.folder)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         try:
             for _ in range(processes):

@@ -27,7 +27,18 @@ from hybrid.data.files import read_json, write_json
 from hybrid.data.pool import Pool, plain_section
 from hybrid.data.report import Report, SourceReport, add_shard, read_report
 from hybrid.data.sampling import training_sample
-from hybrid.data.shards import HASH, IDS, Unit, build, difference, group, held_out, read_sidecar, sidecar
+from hybrid.data.shards import (
+    HASH,
+    IDS,
+    Unit,
+    build,
+    difference,
+    group,
+    held_out,
+    other_files,
+    read_sidecar,
+    sidecar,
+)
 from hybrid.data.sources import Input, list_inputs
 from hybrid.data.tokenizer import Tokenizer, TrainingNotes
 from hybrid.schema import DataSection, SourceSection
@@ -97,6 +108,22 @@ def is_prepared(data: DataSection) -> bool:
         for source, entry in report["sources"].items()
         for name in entry["shards"]
     )
+
+
+def outdated(data: DataSection) -> str | None:
+    """What has happened to the sources of a finished preparation since, by names and sizes of files alone;
+    None also where they cannot be looked at, as they may be on another machine."""
+    try:
+        plan = _Plan(data, (1, 1))
+        for unit in plan.units:
+            path = sidecar(plan.folder, unit.source, unit.name)
+            if not path.is_file():
+                return f"{unit.inputs[0].label} is new"
+            if (found := other_files(path, read_sidecar(path), unit)) is not None:
+                return found
+    except DataError:
+        return None
+    return next((f"{path} belongs to no source any more" for path in plan._stale()), None)
 
 
 def _settings(data: DataSection) -> dict[str, Any]:

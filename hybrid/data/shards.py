@@ -233,23 +233,39 @@ def difference(folder: Path, unit: Unit, section: SourceSection, tokenizer: Toke
     if info["bad"] and section.bad_lines == "error":
         return f"{path}: bad lines were skipped, now bad_lines is error"
     try:
-        before = {
-            entry["label"]: (entry["size"], entry["changed"], entry["sha256"]) for entry in info["files"]
-        }
-    except (KeyError, TypeError):
-        return str(damaged(path, "'files' holds something else"))
-    now = {item.label: item for item in unit.inputs}
+        if (found := other_files(path, info, unit)) is not None:
+            return found
+        before = _files(path, info)
+    except DataError as error:
+        return str(error)
+    for item in unit.inputs:
+        _, changed, digest = before[item.label]
+        if Path(item.path).stat().st_mtime_ns != changed and file_identity(item)["sha256"] != digest:
+            return f"{item.label} changed since it was prepared"
+    return None
+
+
+def other_files(path: Path, info: dict[str, Any], unit: Unit) -> str | None:
+    """How the names and sizes of a unit's files differ from those in its sidecar `info`, read from `path`.
+    Raises DataError when it is damaged."""
+    before = {label: size for label, (size, _, _) in _files(path, info).items()}
+    now = {item.label: item.size for item in unit.inputs}
     if before.keys() != now.keys():
         changed = sorted(before.keys() ^ now.keys())
         more = " and others" if len(changed) > 1 else ""
         return f"{path}: the files of the source changed ({changed[0]}{more})"
-    for label, item in now.items():
-        size, changed, digest = before[label]
-        if size != item.size:
-            return f"{label} changed since it was prepared ({size} bytes then, {item.size} now)"
-        if Path(item.path).stat().st_mtime_ns != changed and file_identity(item)["sha256"] != digest:
-            return f"{label} changed since it was prepared"
+    for label, size in now.items():
+        if before[label] != size:
+            return f"{label} changed since it was prepared ({before[label]} bytes then, {size} now)"
     return None
+
+
+def _files(path: Path, info: dict[str, Any]) -> dict[str, tuple[int, int, str]]:
+    """Size, time of change and digest by label."""
+    try:
+        return {entry["label"]: (entry["size"], entry["changed"], entry["sha256"]) for entry in info["files"]}
+    except (KeyError, TypeError):
+        raise damaged(path, "'files' holds something else") from None
 
 
 def unit_to_json(unit: Unit) -> dict[str, Any]:

@@ -50,8 +50,11 @@ def _against(bits: float, yardstick: float) -> str:
 
 
 def _costs(summary: Summary) -> list[str]:
+    speed = (
+        f"{summary.tokens_per_second:,.0f} tokens/s" if summary.tokens_per_second else "no step left to take"
+    )
     lines = [
-        f"speed             {summary.tokens_per_second:,.0f} tokens/s ({summary.tokens:,} tokens trained on)",
+        f"speed             {speed} ({summary.tokens:,} tokens trained on)",
         f"time              {summary.seconds:,.0f} s for this call",
         f"peak memory       {summary.peak_memory_bytes / 1e9:.2f} GB",
     ]

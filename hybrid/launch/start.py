@@ -39,7 +39,9 @@ def start(plan: Plan, node_rank: int | None) -> NoReturn:
         _refuse_busy_port("127.0.0.1", plan.port)
     print(command, flush=True)
     sys.stderr.flush()
-    environment = os.environ | _accelerator() | (ssh.variables() if everywhere else {})
+    # Else a folder called hybrid, where the command is run, would be taken for the package.
+    environment = os.environ | {"PYTHONSAFEPATH": "1"} | _accelerator()
+    environment |= ssh.variables() if everywhere else {}
     if everywhere or plan.launcher == "slurm":
         os.execvpe(program, command.argv, environment)
     environment.pop("RANK", None)  # by it `supervise` knows the processes that the launcher starts

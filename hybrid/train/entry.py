@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from hybrid import recipe as recipes
-from hybrid.data import is_prepared, prepare
+from hybrid.data import is_prepared, outdated, prepare
 from hybrid.schema import Recipe
 
 from . import distributed, logs
@@ -70,6 +70,12 @@ def _prepare_data(recipe: Recipe, world: World) -> None:
         if not is_prepared(recipe.data):
             print(f"preparing {recipe.data.folder}", flush=True)
             print(prepare(recipe.data, say=partial(print, flush=True)), flush=True)
+        elif found := outdated(recipe.data):
+            print(
+                f"training on {recipe.data.folder} as it was prepared, although its sources have changed: "
+                f"{found}; `hybrid prepare --force` takes them in",
+                flush=True,
+            )
 
     world.on_main(work, patient=True)
     with world.together():

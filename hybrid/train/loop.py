@@ -7,7 +7,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 
 EVALUATED_WINDOWS = 8
 """Windows of held-out text in one forward pass of a rank."""
+PASSES_TO_STOP = 8
+"""After so many passes within a step it is seen whether to stop there."""
+
+
+class _Abandoned(Exception):
+    """All ranks leave a step they are in."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,10 @@ class Run:
             progress, origin = self.checkpoints.read(tag)
             told = resume.check(origin, self.recipe, self.tokenizer.fingerprint, self.world.size)
         if progress.step > self.recipe.train.steps:
-            words = f"{tag} is beyond train.steps={self.recipe.train.steps}: raise it, or resume an older tag"
+            words = (
+                f"{tag} is beyond train.steps={self.recipe.train.steps}: raise it, resume an older tag, or "
+                "give another train.output"
+            )
             self.world.agree(TrainError(words))
         return progress, told
 
@@ -169,7 +178,10 @@ class Run:
             before = self._score().bits_per_byte
             self.progress.bits_per_byte_before = None if math.isnan(before) else before
         while self.progress.step < train.steps:
-            done, number = self._step(), self.progress.step
+            try:
+                done, number = self._step(), self.progress.step
+            except _Abandoned:
+                self._stop_within_step()
             self.saver.advance()
             if train.eval_every and number % train.eval_every == 0:
                 self._score()
@@ -195,7 +207,7 @@ class Run:
         done = step.take(
             self.engine, self.world, batches, self.signals, z_loss=recipe.train.z_loss,
             carry_chunks=recipe.train.carry_chunks, waited=waited, sharing=self.sharing,
-            between=self.saver.advance,  # a step of many passes may take minutes
+            between=self._between_passes,
         )  # fmt: skip
         progress.step += 1
         progress.sample += recipe.train.batch_size
@@ -205,6 +217,23 @@ class Run:
         self.last_loss = done.loss
         self._log(done, rate)
         return done
+
+    def _between_passes(self, passes: int) -> None:
+        """What need not wait for the end of a step, as one of many passes may take minutes."""
+        self.saver.advance()
+        if passes % PASSES_TO_STOP == 0 and self.world.gather_numbers([self.signals.stop]).any():
+            raise _Abandoned
+
+    def _stop_within_step(self) -> NoReturn:
+        """Keep what there was before the step, which is to be taken again."""
+        number = self.progress.step
+        if number:
+            self._save(patient=True)
+            self._saved()
+        self.monitor.say(
+            f"stopped by SIGTERM within step {number + 1}; the same command begins that step again"
+        )
+        raise SystemExit(STOPPED_EXIT_CODE)
 
     def _count_skipped(self, done: Step) -> None:
         progress, limit = self.progress, self.recipe.train.max_skipped

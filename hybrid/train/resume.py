@@ -23,8 +23,9 @@ FIXED = {
 }
 """Keys that make it another run (None: the whole section)."""
 TOLD = ("optimizer", "schedule", "parallel")
-"""Sections whose other keys may change, which is said on the terminal; the rest changes nothing learned. The
-number of processes may change too: checkpoints do not depend on it."""
+"""Sections whose other keys may change, which is said on the terminal; of the rest only train.steps changes
+what is learned, as the schedule goes by it. The number of processes may change too: checkpoints do not depend
+on it."""
 PLACES = ("paths", "name")
 """Where a source lies is free: the tokenizer and the prepared shards say what it holds."""
 
@@ -46,7 +47,7 @@ def check(origin: Origin, recipe: Recipe, tokenizer: str, world_size: int) -> li
             "the recipe differs from the checkpoint's in what cannot change on the way: " + "; ".join(refused)
             + ". Give another train.output, with train.init_from to start from its weights"
         )  # fmt: skip
-    told = [text for key, text in changes.items() if key[0] in TOLD]
+    told = [text for key, text in changes.items() if key[0] in TOLD or key[:2] == ("train", "steps")]
     if origin.world_size != world_size:
         told.append(f"processes: {origin.world_size} -> {world_size}")
     return told

@@ -58,7 +58,7 @@ def take(
     carry_chunks: int = 1,
     waited: float = 0.0,
     sharing: SequenceRanks | None = None,
-    between: Callable[[], object] = lambda: None,
+    between: Callable[[int], object] = lambda passes: None,
 ) -> Step:
     """Forward and backward over this rank's micro-batches, and the update.
 
@@ -72,7 +72,7 @@ def take(
         carry_chunks: passes in which a micro-batch is read, see `pieces`.
         waited: seconds this rank waited for the batches.
         sharing: the ranks that read the same batches, each to train on its chunk of them.
-        between: called by all ranks after every pass but the last.
+        between: called by all ranks after every pass but the last, with the number of passes made.
     """
     sharing = sharing or SequenceRanks()
     shares = [sharing.piece(batch) for batch in batches]
@@ -108,14 +108,14 @@ def _forward_backward(
     weight: float,
     z_loss: float,
     facts: tuple[float, ...],
-    between: Callable[[], object],
+    between: Callable[[int], object],
 ) -> tuple[Tensor, Update]:
     """Every rank's `[sum of losses, sum of squared logsumexp, *facts]`, and the update."""
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)
     carried = Carried()
-    for piece in passes[:-1]:
+    for number, piece in enumerate(passes[:-1], 1):
         engine.backward(_objective(engine, world, piece, carried, z_loss, sums) * weight)
-        between()
+        between(number)
     last = _objective(engine, world, passes[-1], carried, z_loss, sums)
     ranks = world.gather_numbers([*sums.tolist(), *facts])
     finite = bool(ranks[:, 0].isfinite().all())

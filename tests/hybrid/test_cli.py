@@ -151,6 +151,7 @@ class Unfit(ValueError):
         (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "z"), 2, "z: Permission denied"),
         (BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)), 2, "Broken pipe"),  # not standard output's
         (KeyboardInterrupt(), 130, "interrupted"),
+        (KeyboardInterrupt("interrupted in words"), 130, "interrupted in words"),
     ],
 )
 def test_errors_for_people_are_one_message(given, capsys, error, code, message):

@@ -292,7 +292,7 @@ def test_a_state_of_a_layer_that_is_not_installed_is_refused(tmp_path):
     state_file.write(tmp_path / "s", texts, {"layers.0.x": torch.zeros(1)})
     with pytest.raises(StateError, match="'StrangeState', of which no layer is installed"):
         HybridState.load(tmp_path / "s")
-    for wrong in ("[{", '["x"]', "3", '[{"class": "BlockState", "fields": {"none": 1}}]'):
+    for wrong in ("[{", '["x"]', "3", '[{"class": "hybrid.BlockState", "fields": {"none": 1}}]'):
         state_file.write(tmp_path / "s", texts | {"layers": wrong}, {"layers.0.x": torch.zeros(1)})
         with pytest.raises(StateError, match="the state is damaged"):
             HybridState.load(tmp_path / "s")

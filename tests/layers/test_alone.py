@@ -2,6 +2,7 @@
 their mixers."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -193,3 +194,30 @@ def test_a_mixer_of_another_package_is_found_by_its_entry_point(tmp_path):
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output
     assert "used by its kind" in output
+
+
+def test_another_package_that_cannot_be_loaded_is_an_error_for_who_asks_for_it(tmp_path):
+    info = tmp_path / "site" / "mean_mixer-1.0.dist-info"
+    info.mkdir(parents=True)
+    (tmp_path / "site" / "mean_mixer.py").write_text(THIRD_PARTY)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mean-mixer\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hybrid.layers]\nwhole = mean_mixer\nnone = no_such:Mean\n")
+    code = """
+from hybrid.layers import LayerError, mixer_class
+
+print(mixer_class("full").kind)
+for kind in ("whole", "none"):
+    try:
+        mixer_class(kind)
+    except LayerError as error:
+        print(error)
+"""
+    process = start(tmp_path, code, PYTHONPATH=str(tmp_path / "site"))
+    output, _ = process.communicate(timeout=100)
+    lines = output.splitlines()
+    assert process.returncode == 0, output
+    assert lines[0] == "full"
+    assert re.search(
+        "'whole' .mean_mixer of package mean-mixer. .*names its class as 'module:Class'", lines[1]
+    )
+    assert re.search("'none' .no_such:Mean of package mean-mixer. cannot be loaded: No module", lines[2])

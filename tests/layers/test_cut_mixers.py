@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid.layers import Context, LayerError, Mixer, Site, mixer_class
 from hybrid.layers.cut import SequenceCut
 
+from ..third_party import KIND
 from .mixers import HIDDEN, KINDS, assert_same_gradients, build, packed_context, small_options, tokens
 
 T = 64
@@ -75,7 +76,7 @@ def check(pool: Any, kind: str, row: str, **changes: Any) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "average"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != KIND])
 def test_a_cut_sequence_is_mixed_as_a_whole_one(rank_pools: Any, kind: str, size: int, row: str):
     """T012: two key/value heads over four ranks too."""
     check(rank_pools(size), kind, row)
@@ -204,5 +205,5 @@ def test_kvm_needs_only_tokens_that_divide():
 
 
 def test_another_packages_layer_that_does_not_know_how_is_refused():
-    with pytest.raises(LayerError, match=r"layer 0 \(average\) has no way to cut a sequence over 2 ranks"):
-        mixer_class("average").check_cut(small_options("average"), Site(HIDDEN), 2, T)
+    with pytest.raises(LayerError, match=rf"layer 0 \({KIND}\) has no way to cut a sequence over 2 ranks"):
+        mixer_class(KIND).check_cut(small_options(KIND), Site(HIDDEN), 2, T)

@@ -19,8 +19,10 @@ from .corpus import contents, python_data
 
 
 def test_several_processes_give_the_bytes_of_one_and_keep_finished_shards(
-    tmp_path: Path, python_model: Path
+    tmp_path: Path, python_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "hybrid").mkdir()  # as beside a clone: not the package
+    monkeypatch.chdir(tmp_path)
     data = python_data(tmp_path, python_model, files=4)
     said: list[str] = []
     first = prepare(data, processes=1, say=said.append)

@@ -268,7 +268,8 @@ def test_a_busy_port_is_named(launcher, tmp_path, capsys, monkeypatch):
         assert f"port {port} of 127.0.0.1 is busy" in capsys.readouterr().err
     assert not started
     main(["launch", "debug", "--launcher", launcher, "--gpus", "2"])
-    ((program, argv, _),) = started
+    ((program, argv, environment),) = started
+    assert environment["PYTHONSAFEPATH"]  # a folder called hybrid is not the package
     assert [program, *argv[1:3]] == [argv[0], "-m", "hybrid.launch.supervise"]
     assert Path(argv[3]).name == launcher
     assert argv[-3:] == ["hybrid", "train", "debug"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
@@ -94,3 +95,38 @@ def test_sigterm_while_the_model_is_built_ends_all_before_a_step(two_ranks, tiny
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
     summary, _ = two_ranks.run(tiny.run, tiny_recipe, tmp_path / "run")
     assert summary.steps == 4
+
+
+def stopped_within(path: Path, output: Path, step: int, **overrides: Any) -> Any:
+    """A run in which rank 1 gets SIGTERM after the third pass of a step."""
+    from hybrid.train import loop
+
+    true_take, taken = loop.step.take, []
+
+    def take(*args: Any, between: Any, **kwargs: Any) -> Any:
+        taken.append(0)
+
+        def signalled_between(passes: int) -> None:
+            if len(taken) == step and args[1].rank == 1 and passes == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            between(passes)
+
+        return true_take(*args, between=signalled_between, **kwargs)
+
+    with tiny.patched(loop.step, "take", take):
+        return tiny.run(path, output, **overrides)
+
+
+@pytest.mark.parametrize(("stage", "step"), [(0, 1), (2, 3), (3, 2)])
+def test_a_step_of_many_passes_is_left_and_taken_again(
+    two_ranks, tiny_recipe: Path, tmp_path: Path, stage: int, step: int
+):
+    """It may take minutes, more than a pre-empted job is given."""
+    many = {"train__batch_size": 36, "train__micro_batch_size": 2, "train__steps": 3}
+    many["parallel__zero_stage"] = stage
+    found = two_ranks.run(stopped_within, tiny_recipe, tmp_path / "halves", step, **many)
+    assert found == [("SystemExit", "75")] * 2
+    assert len(tiny.series(tmp_path / "halves")) == step - 1
+    two_ranks.run(tiny.run, tiny_recipe, tmp_path / "halves", **many)
+    two_ranks.run(tiny.run, tiny_recipe, tmp_path / "straight", **many)
+    assert tiny.series(tmp_path / "halves") == tiny.series(tmp_path / "straight")

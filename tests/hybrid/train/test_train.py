@@ -339,6 +339,15 @@ def test_data_that_is_not_there_is_prepared_once_for_all(two_ranks, tiny_recipe:
     assert (tmp_path / "data" / "report.json").is_file()
 
 
+def test_text_that_changed_since_it_was_prepared_is_told(rank_pools, tmp_path: Path, capfd):
+    path, pool = tiny.prepare(tmp_path), rank_pools(1)
+    pool.run(tiny.run, path, tmp_path / "run", train__steps=1)
+    assert "have changed" not in capfd.readouterr().out
+    tiny.write_text(tmp_path / "text.jsonl", 61)
+    pool.run(tiny.run, path, tmp_path / "run", train__steps=2)
+    assert "text.jsonl changed since it was prepared (" in capfd.readouterr().out
+
+
 def test_without_held_out_text_a_run_reports_no_score(rank_pools, tiny_recipe: Path, tmp_path: Path):
     """Not 0.0, which would read as a perfect one."""
     from hybrid.evaluate.summary import report
