@@ -55,3 +55,20 @@ def test_shown_commands_exist():
     shown = set(re.findall(r"^(?:\S*/)?hybrid (\w+)", README, re.M))
     assert shown
     assert shown <= set(COMMANDS)
+
+
+def test_the_recipe_for_own_text_is_whole(tmp_path):
+    from hybrid.recipe import load
+
+    (text,) = re.findall(r"```yaml\n(# mine\.yaml.*?)```", README, re.S)
+    (tmp_path / "mine.yaml").write_text(text)
+    assert list(load(tmp_path / "mine.yaml").data.sources) == ["notes", "chat"]
+
+
+def test_the_bare_operator_is_called_like_this():
+    (code,) = re.findall(r"```python\n(from hybrid\.layers\.kvm.*?)```", README, re.S)
+    names = {name: torch.randn(1, 600, 2, 128) for name in "qkv"}
+    names |= {"gate": torch.rand(1, 600, 2), "weight": torch.ones(128), "bias": torch.zeros(128)}
+    exec(code, names)
+    assert names["y"].shape == (1, 600, 2, 128)
+    assert names["state"].position == 600
