@@ -7,7 +7,8 @@ The four steps and where they are:
 - `slots.read` turns the sums into keys and values;
 - `attend`, here, is one softmax of a chunk's queries over [its slots | its window].
 
-Calls of many chunks go through `chunks` to `walk`, which takes the four steps for chunk after chunk.
+Calls of many chunks go through `chunks` to `walk`, which takes the four steps for chunk after chunk; tokens of
+one chunk `enter` the carried state.
 
 Shapes: B sequences, T tokens, H query heads, G key/value heads, D head size, R grid rows, C tokens of a
 chunk, S slots.
@@ -29,9 +30,10 @@ from ..softmax import Mask, Part, joined_attention, part_share
 from ..softmax.attention import same_dtype
 from ..softmax.grid import ChunkGrid
 from .budget import Budget
-from .chunks import Call, Queries, decide, on_grid
-from .contributions import Norm, contributions, prepare
-from .routing import Choice, Routes, first_slots
+from .chunks import Call, Queries, on_grid
+from .contributions import Norm
+from .enter import enter, taken
+from .routing import Routes, as_routes, first_slots, joined_routes
 from .spec import KVMSpec, Update, updates
 from .state import KVMState
 
@@ -113,7 +115,7 @@ def kvm_attention(
         if lengths:
             y, made = _packed(call, queries, k, v, gate, lengths)
             return y, None, made
-        start = KVMState.empty(k, gate is not None) if state is None else _taken(state)
+        start = KVMState.empty(k, gate is not None) if state is None else taken(state)
         y, after, made = _sequences(call, queries, k, v, gate, start, want_state)
     return y, after if want_state else None, made
 
@@ -186,14 +188,6 @@ def _check(
         raise LayerError("merge_gate must be given in all calls of a sequence or in none")
 
 
-def _taken(state: KVMState) -> KVMState:
-    """A state whose fields this call may replace."""
-    taken = replace(state.take())
-    if torch.is_grad_enabled():
-        taken._owned = frozenset()
-    return taken
-
-
 # Equal sequences
 
 
@@ -221,7 +215,7 @@ def _sequences(
     head, state, made = _within_chunk(call_head, queries, k, v, gate, state)
     rest = queries_rest, k_rest, v_rest, gate_rest
     tail, state, more = _whole_chunks(call, *rest, state, want_state)
-    return torch.cat((head, tail), 1), state, _joined([made, more])
+    return torch.cat((head, tail), 1), state, joined_routes([made, more])
 
 
 def _within_chunk(
@@ -230,7 +224,7 @@ def _within_chunk(
     """A call whose tokens all lie in one chunk, such as a token to decode: no grid, and nothing is padded."""
     spec, tokens = call.spec, k.shape[1]
     number = state.position // spec.chunk - spec.window_chunks  # of the update whose slots this chunk reads
-    made = _enter(call, state, k, v, gate)
+    made = enter(call, state, k, v, gate)
     held = state.held - tokens
     parts = [Part(k_tokens=slice(0, held))] if held else []
     parts.append(Part(k_tokens=slice(held, None), mask=Mask.LOWER))
@@ -245,77 +239,6 @@ def _within_chunk(
     if mass is not None:
         call.note(state.slots, spec.coverage(state.position), mass)
     return y, state, made
-
-
-def _enter(call: Call, state: KVMState, k: Tensor, v: Tensor, gate: Tensor | None) -> Routes:
-    """Take tokens of one chunk into the state: first what leaves the window for them, then themselves."""
-    spec, position = call.spec, state.position
-    nothing = first_slots(k.new_empty(k.shape[0], k.shape[2], 0, 1), margins=call.margins)
-    made = _routes(nothing, spec.coverage(position))
-    number = position // spec.chunk - spec.window_chunks
-    if position % spec.chunk == 0 and number >= 0:
-        if number > 0:
-            made = _update(call, state, number)
-        state.drop(spec.chunk)
-    if position < spec.chunk:
-        made = _found(call, state, k, v, gate)
-    state.push(k, v, gate)
-    return made
-
-
-def read_on(
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    *,
-    spec: KVMSpec,
-    state: KVMState,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    routes: Routes | None = None,
-) -> tuple[KVMState, Routes]:
-    """The state after more tokens, and the decisions made, as `kvm_attention` has them, without attending.
-
-    Arguments are those of `kvm_attention`.
-    """
-    wide = torch.promote_types(k.dtype, torch.float32)
-    gate = gate.to(wide) if gate is not None and spec.gated else None
-    norm = Norm(norm_weight.to(wide), norm_bias.to(wide))
-    call = Call(spec, norm, 1.0, routes, False, None)
-    state, tokens, made = _taken(state), k.shape[1], []
-    room = spec.chunk - state.position % spec.chunk
-    cuts = [min(room, tokens), *[spec.chunk] * ((tokens - room) // spec.chunk)]
-    if rest := tokens - sum(cuts):
-        cuts.append(rest)
-    gates = [None] * len(cuts) if gate is None else gate.split(cuts, 1)
-    with torch.autocast(k.device.type, enabled=False):
-        for piece in zip(k.split(cuts, 1), v.split(cuts, 1), gates, strict=True):
-            made.append(_enter(call, state, *piece))
-    return state, _joined(made)
-
-
-def _update(call: Call, state: KVMState, number: int) -> Routes:
-    """Absorb the window's first chunk."""
-    spec = call.spec
-    k, v, gate = state.oldest(spec.chunk)
-    keys = prepare(k, spec.rotary_dim, call.norm).transpose(1, 2)
-    values, gate = v.transpose(1, 2), None if gate is None else gate.transpose(1, 2)
-    step = Update(number, k.shape[0], state.slots, spec.growth(state.slots, number))
-    starts = [(b, 0) for b in range(k.shape[0])]
-    choice = decide(call, starts, keys, gate, call.norm(state.sums().keys), step)
-    added = contributions(keys, values, gate, choice.founds, [step], spec)
-    state.absorb(added, choice.slot, step, spec)
-    return _routes(choice, number * spec.chunk)
-
-
-def _found(call: Call, state: KVMState, k: Tensor, v: Tensor, gate: Tensor | None) -> Routes:
-    """The first chunk's tokens are slots from the start."""
-    keys = prepare(k, call.spec.rotary_dim, call.norm).transpose(1, 2)
-    values, gate = v.transpose(1, 2), None if gate is None else gate.transpose(1, 2)
-    choice = first_slots(keys, state.position, call.margins)
-    step = Update(0, k.shape[0], 0, call.spec.chunk)
-    state.found(contributions(keys, values, gate, choice.founds, [step], call.spec))
-    return _routes(choice, state.position)
 
 
 def _whole_chunks(
@@ -344,7 +267,7 @@ def _whole_chunks(
     y, choice, sums = on_grid(call, grid, queries, k, v, gate, steps, base, starts)
     seen = 1 if position and first <= 0 else 0  # the initial state's routes belong to an earlier call
     order = [[u * batch + b for u in range(seen, len(steps))] for b in range(batch)]
-    made = _routes(choice, (steps[0].number + seen) * spec.chunk, order)
+    made = as_routes(choice, (steps[0].number + seen) * spec.chunk, order)
     after = state
     if want_state:
         kept = position + tokens - spec.window_start(position + tokens)
@@ -356,27 +279,6 @@ def _whole_chunks(
 def _last(x: Tensor, count: int) -> Tensor:
     """The last `count` tokens of `[B, T, ...]`, not keeping the others' memory."""
     return x[:, x.shape[1] - count :].clone()
-
-
-def _routes(choice: Choice, first: int, order: list[list[int]] | None = None) -> Routes:
-    """Routes `[B, G, A]` of rows `[R, G, C]`; `order`: the rows of each of the B sequences in time (None: one
-    row each)."""
-    if order is not None:
-        index = torch.tensor(order, dtype=torch.int64, device=choice.slot.device)
-
-        def sort(x: Tensor) -> Tensor:
-            return x[index].transpose(1, 2).flatten(2)
-
-        margin = None if choice.margin is None else sort(choice.margin)
-        choice = Choice(sort(choice.slot), sort(choice.founds), margin)
-    return Routes(choice.slot.int(), choice.founds, first, choice.margin)
-
-
-def _joined(routes: list[Routes]) -> Routes:
-    """Routes of consecutive tokens (or packed documents) as one."""
-    slot, founds = torch.cat([r.slot for r in routes], 2), torch.cat([r.founds for r in routes], 2)
-    margins = [r.margin for r in routes if r.margin is not None]
-    return Routes(slot, founds, routes[0].first, torch.cat(margins, 2) if margins else None)
 
 
 # Packed documents
@@ -400,7 +302,7 @@ def _packed(
         places = [(0, sum(absorbed[:i])) for i in long]
         heads, choice, _ = on_grid(call, grid, queries, k, v, gate, steps, None, places)
         for place, (i, piece) in enumerate(zip(long, heads.split(own_lengths, 1), strict=True)):
-            y[i], made[i] = piece, _routes(choice, 0, [_rows_of(steps, place)])
+            y[i], made[i] = piece, as_routes(choice, 0, [_rows_of(steps, place)])
     if len(long) < len(lengths):
         own_queries = queries.split(lengths)
         pieces = zip(*(x.split(list(lengths), 1) for x in (k, v)), strict=True)
@@ -408,11 +310,11 @@ def _packed(
             if i not in y:
                 y[i], _ = attend(call, own_queries[i], own_k, own_v, None, [Part(mask=Mask.LOWER)])
                 first = own_k[:, : absorbed[i]].detach().transpose(1, 2)
-                made[i] = _routes(first_slots(first, margins=call.margins), 0)
+                made[i] = as_routes(first_slots(first, margins=call.margins), 0)
     if not long and call.statistics is not None:
         call.note(sum(absorbed) / len(lengths), sum(absorbed) / len(lengths), k.new_zeros(1))
     order = range(len(lengths))
-    return torch.cat([y[i] for i in order], 1), _joined([made[i] for i in order])
+    return torch.cat([y[i] for i in order], 1), joined_routes([made[i] for i in order])
 
 
 def _rows_of(steps: Sequence[Update], sequence: int) -> list[int]:

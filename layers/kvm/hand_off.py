@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..cut import SequenceCut
 from ..parameters import always_used
-from .attention import KVMSpec, KVMState, Routes, kvm_attention, read_on
+from .attention import KVMSpec, KVMState, Routes, kvm_attention
+from .enter import read_on
 
 
 class Tokens(NamedTuple):

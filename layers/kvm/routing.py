@@ -52,6 +52,27 @@ def joined_choices(choices: Sequence[Choice]) -> Choice:
     return Choice(torch.cat(slots), torch.cat(founds), None if margins[0] is None else torch.cat(margins))
 
 
+def as_routes(choice: Choice, first: int, order: list[list[int]] | None = None) -> Routes:
+    """Routes `[B, G, A]` of rows `[R, G, C]`; `order`: the rows of each of the B sequences in time (None: one
+    row each)."""
+    if order is not None:
+        index = torch.tensor(order, dtype=torch.int64, device=choice.slot.device)
+
+        def sort(x: Tensor) -> Tensor:
+            return x[index].transpose(1, 2).flatten(2)
+
+        margin = None if choice.margin is None else sort(choice.margin)
+        choice = Choice(sort(choice.slot), sort(choice.founds), margin)
+    return Routes(choice.slot.int(), choice.founds, first, choice.margin)
+
+
+def joined_routes(routes: list[Routes]) -> Routes:
+    """Routes of consecutive tokens (or packed documents) as one."""
+    slot, founds = torch.cat([r.slot for r in routes], 2), torch.cat([r.founds for r in routes], 2)
+    margins = [r.margin for r in routes if r.margin is not None]
+    return Routes(slot, founds, routes[0].first, torch.cat(margins, 2) if margins else None)
+
+
 def first_slots(keys: Tensor, first: int = 0, margins: bool = False) -> Choice:
     """Prepared keys `[n, G, C, D]` that become slots `first`, `first + 1`, ..., without a choice."""
     slot = torch.arange(first, first + keys.shape[2], device=keys.device).expand(keys.shape[:3])
