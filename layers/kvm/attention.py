@@ -7,8 +7,8 @@ The four steps and where they are:
 - `slots.read` turns the sums into keys and values;
 - `attend`, here, is one softmax of a chunk's queries over [its slots | its window].
 
-Calls of many chunks go through `chunks` to `walk`, which takes the four steps for chunk after chunk; tokens of
-one chunk `enter` the carried state.
+Calls of many chunks go through `chunks` to `walk`, which takes the four steps for chunk after chunk; tokens
+of one chunk `enter` the carried state.
 
 Shapes: B sequences, T tokens, H query heads, G key/value heads, D head size, R grid rows, C tokens of a
 chunk, S slots.
