@@ -6,6 +6,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import MISSING
@@ -53,7 +54,7 @@ _RANGES: dict[str, tuple[float, bool, float | None]] = {
     "schedule.decay_steps": (0, True, None),
     "schedule.final_fraction": (0, True, 1),
     "train.steps": (1, True, 10**8 - 1),
-    "train.batch_size": (1, True, None),
+    "train.batch_size": (1, True, 2**20),  # a step's windows are read before its first pass
     "train.carry_chunks": (1, True, None),
     "train.micro_batch_size": (1, True, None),
     "train.seed": (0, True, 2**63 - 1),
@@ -196,8 +197,16 @@ def _agreements(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(train.steps, int):
         ramp = schedule.warmup_steps + (schedule.decay_steps or 0)
         if ramp > train.steps:
-            words = f"warm-up and decay take {ramp} steps, but train.steps is {train.steps}"
-            yield Problem(("schedule", "warmup_steps"), words)
+            words = (
+                f"warmup_steps {schedule.warmup_steps} and decay_steps {schedule.decay_steps or 0} together "
+                f"are more than train.steps {train.steps}"
+            )
+            yield Problem(("schedule", "warmup_steps" if schedule.warmup_steps else "decay_steps"), words)
+    if train.checkpoint_copy:
+        run, copy = Path(train.output).resolve(), Path(train.checkpoint_copy).resolve()
+        if copy.is_relative_to(run):
+            words = f"is {train.checkpoint_copy}, in train.output {train.output} itself: name another folder"
+            yield Problem(("train", "checkpoint_copy"), words)
     if not re.fullmatch(r"[\w.-]+", str(train.resume)):
         yield Problem(("train", "resume"), f"is {train.resume!r}; allowed: auto, never, or a tag's name")
     expansion, hidden = recipe.model.ffn_expansion, recipe.model.hidden_size

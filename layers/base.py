@@ -66,6 +66,8 @@ class MixerState:
     position: int = 0
     """Tokens seen since the start of the sequence."""
     _spent: bool = field(default=False, repr=False, kw_only=True)
+    _maker: dict[str, Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
+    """`Mixer._facts` of the layer that made it; None where that is not known."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by field name; a state kept inside this one has dotted names (`inner.field`)."""
@@ -130,7 +132,8 @@ class MixerState:
         """
         self._refuse_spent()
         if torch.is_grad_enabled():
-            return self
+            made_without = any(t.is_inference() for t in self.tensors().values())
+            return self.fork() if made_without else self  # no backward takes inference mode's tensors
         taken = replace(self)
         self._spent = True
         return taken
@@ -204,10 +207,16 @@ class Mixer(nn.Module):
                 raise LayerError("a sequence cut over ranks goes on from no state")
             self.check_cut(self.options, self.site, context.cut.size, context.cut.tokens)
         if context.lengths and (context.want_state or state is not None):
-            return self.mix_documents(x, context, self._own_states(context, state))
+            y, after = self.mix_documents(x, context, self._own_states(context, state))
+            for one in after:
+                one._maker = self._facts
+            return y, after
         if state is not None:
             state = self._checked(state, x.shape[0]).take()
-        return self.mix(x, context, state)
+        y, after = self.mix(x, context, state)
+        if after is not None:
+            after._maker = self._facts
+        return y, after
 
     def mix(self, x: Tensor, context: Context, state: Any) -> tuple[Tensor, Any]:
         """The layer's mathematics. `state` may be written to when gradients are off. A packed row comes here
@@ -233,6 +242,11 @@ class Mixer(nn.Module):
     def _checked(self, state: Any, batch: int) -> MixerState:
         if not isinstance(state, self._state_type):
             raise LayerError(f"state must be a {self._state_type.__name__}, got {shown(state)}")
+        mine, other = self._facts, state._maker or self._facts
+        if other is not mine and other != mine:
+            differing = [name for name in other | mine if other.get(name) != mine.get(name)]
+            words = [f"{name} {other.get(name)}, here {mine.get(name)}" for name in differing]
+            raise LayerError(f"the state is another layer's: {'; '.join(words)}")
         state.refuse_batch(batch)
         return state
 
@@ -249,6 +263,12 @@ class Mixer(nn.Module):
             raise LayerError(
                 f"x is {x.dtype}; the layer's parameters are {', '.join(dtypes)}: make them equal"
             )
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """What a state depends on."""
+        options = dataclasses.asdict(self.options)
+        return {"kind": self.kind, "hidden_size": self.site.hidden_size} | options
 
     @cached_property
     def _state_type(self) -> type[MixerState]:

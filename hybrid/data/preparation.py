@@ -67,6 +67,8 @@ def prepare(
     if not 1 <= part[0] <= part[1]:
         raise DataError(f"part {part[0]}/{part[1]}: must be i/n with 1 <= i <= n")
     folder = Path(data.folder)
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"data.folder is {folder}, which is a file; it must be a folder, or not there yet")
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / f".lock-{part[0]}-of-{part[1]}"):
         plan = _Plan(data, part)

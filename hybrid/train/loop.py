@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 EVALUATED_WINDOWS = 8
 """Windows of held-out text in one forward pass of a rank."""
-PASSES_TO_STOP = 8
-"""After so many passes within a step it is seen whether to stop there."""
+PASSES_TO_STOP, BATCHES_TO_STOP = 8, 64
+"""After so many passes of a step, or batches read for it, it is seen whether to stop there."""
 
 
 class _Abandoned(Exception):
@@ -200,7 +200,11 @@ class Run:
         recipe, progress = self.recipe, self.progress
         begin = time.perf_counter()
         self.world.pulse.beat(f"step {progress.step + 1}")
-        batches = [next(self.loader) for _ in range(self.geometry.accumulation)]
+        batches = []
+        for number in range(1, self.geometry.accumulation + 1):
+            batches.append(next(self.loader))
+            if number % BATCHES_TO_STOP == 0:
+                self._leave_if_asked()
         waited = time.perf_counter() - begin
         fraction = schedule.rate_fraction(progress.step, recipe.train.steps, recipe.schedule)
         rate = self.engine.set_rates(fraction)
@@ -221,7 +225,12 @@ class Run:
     def _between_passes(self, passes: int) -> None:
         """What need not wait for the end of a step, as one of many passes may take minutes."""
         self.saver.advance()
-        if passes % PASSES_TO_STOP == 0 and self.world.gather_numbers([self.signals.stop]).any():
+        if passes % PASSES_TO_STOP == 0:
+            self._leave_if_asked()
+
+    def _leave_if_asked(self) -> None:
+        self.world.pulse.beat()
+        if self.world.gather_numbers([self.signals.stop]).any():
             raise _Abandoned
 
     def _stop_within_step(self) -> NoReturn:

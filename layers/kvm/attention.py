@@ -115,7 +115,7 @@ def kvm_attention(
         if lengths:
             y, made = _packed(call, queries, k, v, gate, lengths)
             return y, None, made
-        start = KVMState.empty(k, gate is not None) if state is None else taken(state)
+        start = KVMState.empty(k, gate is not None) if state is None else taken(state, k)
         y, after, made = _sequences(call, queries, k, v, gate, start, want_state)
     return y, after if want_state else None, made
 

@@ -38,7 +38,7 @@ def read_on(
     gate = gate.to(wide) if gate is not None and spec.gated else None
     norm = Norm(norm_weight.to(wide), norm_bias.to(wide))
     call = Call(spec, norm, 1.0, routes, False, None)
-    state, tokens, made = taken(state), k.shape[1], []
+    state, tokens, made = taken(state, k), k.shape[1], []
     room = spec.chunk - state.position % spec.chunk
     cuts = [min(room, tokens), *[spec.chunk] * ((tokens - room) // spec.chunk)]
     if rest := tokens - sum(cuts):
@@ -50,11 +50,16 @@ def read_on(
     return state, joined_routes(made)
 
 
-def taken(state: KVMState) -> KVMState:
-    """A state whose fields this call may replace."""
+def taken(state: KVMState, k: Tensor) -> KVMState:
+    """A state whose fields a call with keys like `k` may replace, with a window in their dtype."""
     own = replace(state.take())
     if torch.is_grad_enabled():
         own._owned = frozenset()
+    for name in ("window_k", "window_v"):
+        held = getattr(own, name)
+        if held.dtype != k.dtype:
+            setattr(own, name, held.to(k.dtype))
+            own._owned -= {name}
     return own
 
 

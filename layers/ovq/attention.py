@@ -140,15 +140,20 @@ def ovq_attention(
         if lengths:
             y, slot = _packed(call, q, k, v, lengths)
             return y, None, Routes(slot.int())
-        state = OVQState.empty(k, max_centroids) if state is None else _taken(state)
+        state = OVQState.empty(k, max_centroids) if state is None else _taken(state, k)
         first = state.position // chunk * chunk
         y, slot = _sequences(call, q, k, v, state)
     return y, state, Routes(slot.int(), first)
 
 
-def _taken(state: OVQState) -> OVQState:
-    """A state whose fields this call may replace."""
-    return replace(state) if torch.is_grad_enabled() else state.take()
+def _taken(state: OVQState, k: Tensor) -> OVQState:
+    """A state whose fields a call with keys like `k` may replace, with pending tokens in their dtype."""
+    own = replace(state) if torch.is_grad_enabled() else state.take()
+    assert own.pending_k is not None
+    assert own.pending_v is not None
+    if own.pending_k.dtype != k.dtype:
+        own.pending_k, own.pending_v, own._rows = own.pending_k.to(k.dtype), own.pending_v.to(k.dtype), None
+    return own
 
 
 def _sequences(call: Call, q: Tensor, k: Tensor, v: Tensor, state: OVQState) -> tuple[Tensor, Tensor]:

@@ -95,8 +95,8 @@ def block_window_attention(
         first_k, first_v = (k, v) if sink_k is None or sink_v is None else (sink_k, sink_v)
         sources = ([k[:, window_start - start :]], [v[:, window_start - start :]])
         if sinks:
-            sources[0].append(first_k[:, :sinks])
-            sources[1].append(first_v[:, :sinks])
+            sources[0].append(first_k[:, :sinks].to(k.dtype))
+            sources[1].append(first_v[:, :sinks].to(v.dtype))
         return _block_window(q, *sources, chunk, window_chunks, position, scale)
 
     return _by_document(one, q, k, v, lengths)

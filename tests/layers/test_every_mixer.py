@@ -4,6 +4,8 @@ A new kind is covered by being registered, another package's too: the README's e
 Values and accounts are in `test_every_mixer_numbers.py`, compiled blocks in `test_every_mixer_compiled.py`.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -206,6 +208,45 @@ def test_a_state_of_another_batch_is_refused_before_it_is_spent(kind):
         mixer(x, None, state)
     with pytest.raises(LayerError, match=r"documents of \(10, 10\) tokens in a row of 21"):
         mixer(tokens(1, 21), packed_context(x[:1], [10, 10]))
+
+
+@every_kind
+def test_a_state_of_a_layer_with_other_options_is_refused(kind):
+    """Of the same shapes or not: a window of another length would only give other numbers."""
+    mixer, x = build(kind), tokens(1, 20)
+    changes = {"chunk": 4, "window": 5, "num_heads": 2, "scale": 3.0}
+    names = {field.name for field in dataclasses.fields(mixer.options)} & changes.keys()
+    assert names
+    for name in names:
+        _, state = build(kind, **{name: changes[name]})(x)
+        was, here = changes[name], getattr(mixer.options, name)
+        with pytest.raises(LayerError, match=f"another layer's: {name} {was}, here {here}$"):
+            mixer(x, state=state)
+
+
+@every_kind
+def test_autocast_may_begin_and_end_between_two_calls(kind):
+    mixer, x = build(kind, torch.float32), tokens(1, 37, torch.float32)
+    whole, _ = mixer(x)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            first, state = mixer(x[:, :20])
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                middle, state = mixer(x[:, 20:30].bfloat16(), state=state)
+            last, _ = mixer(x[:, 30:], state=state)
+        found = torch.cat((first, middle.float(), last), 1)
+        assert (found - whole).abs().max() <= 0.03 * whole.abs().max()
+
+
+@every_kind
+def test_a_state_of_inference_mode_can_be_differentiated_from(kind):
+    mixer, x = build(kind), tokens(1, 37)
+    whole, _ = mixer(x)
+    with torch.inference_mode():
+        _, state = mixer(x[:, :20])
+    y, _ = mixer(x[:, 20:].clone().requires_grad_(), state=state)
+    y.sum().backward()
+    torch.testing.assert_close(y, whole[:, 20:])
 
 
 @every_kind

@@ -130,3 +130,25 @@ def test_a_step_of_many_passes_is_left_and_taken_again(
     two_ranks.run(tiny.run, tiny_recipe, tmp_path / "halves", **many)
     two_ranks.run(tiny.run, tiny_recipe, tmp_path / "straight", **many)
     assert tiny.series(tmp_path / "halves") == tiny.series(tmp_path / "straight")
+
+
+def stopped_while_reading(path: Path, output: Path, **overrides: Any) -> Any:
+    """A run in which rank 1 gets SIGTERM while the first step's batches are read."""
+    from hybrid.train import loop
+
+    true_next, read = loop.Loader.__next__, []
+
+    def signalled_next(loader: Any) -> Any:
+        read.append(0)
+        if len(read) == 5 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return true_next(loader)
+
+    with tiny.patched(loop.Loader, "__next__", signalled_next):
+        return tiny.run(path, output, **overrides), len(read)
+
+
+def test_reading_the_batches_of_a_long_step_ends_too(two_ranks, tiny_recipe: Path, tmp_path: Path):
+    many = {"train__batch_size": 200000, "train__micro_batch_size": 1}
+    found = two_ranks.run(stopped_while_reading, tiny_recipe, tmp_path, **many)
+    assert found == [(("SystemExit", "75"), 64)] * 2
