@@ -255,6 +255,11 @@ class Mixer(nn.Module):
         width = self.site.hidden_size
         if x.ndim != 3 or x.shape[-1] != width:
             raise LayerError(f"x must be [batch, tokens, {width}], got {shown(x)}")
+        if x.is_meta or next(self.parameters(), x).is_meta:
+            raise LayerError(
+                "nothing can be computed on the meta device: first layer.to_empty(device=...), and "
+                "layer.reset_parameters() or layer.load_state_dict(...)"
+            )
         if not x.is_floating_point() or not (
             any(parameter.dtype == x.dtype for parameter in self.parameters())
             or torch.is_autocast_enabled(x.device.type)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybrid.layers import Context, Site, mixer_class
+from hybrid.layers import Context, LayerError, Site, mixer_class
 from hybrid.layers.softmax import force_plain
 from tests.parity.twins import stepwise
 
@@ -215,6 +215,8 @@ def test_meta_construction_then_reset_equals_direct_reset(kind):
     with torch.device("meta"):
         mixer = mixer_class(kind)(small_options(kind), Site(HIDDEN, layer=2, num_layers=5))
     assert all(p.is_meta for p in mixer.parameters())
+    with pytest.raises(LayerError, match="to_empty"):
+        mixer(tokens(1, 3, torch.float32))
     mixer.to_empty(device="cpu")
     for parameter in mixer.parameters():
         parameter.data.fill_(float("nan"))
