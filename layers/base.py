@@ -208,14 +208,12 @@ class Mixer(nn.Module):
             self.check_cut(self.options, self.site, context.cut.size, context.cut.tokens)
         if context.lengths and (context.want_state or state is not None):
             y, after = self.mix_documents(x, context, self._own_states(context, state))
-            for one in after:
+        else:
+            state = None if state is None else self._checked(state, x.shape[0]).take()
+            y, after = self.mix(x, context, state)
+        for one in after if isinstance(after, list) else [after]:
+            if one is not None:
                 one._maker = self._facts
-            return y, after
-        if state is not None:
-            state = self._checked(state, x.shape[0]).take()
-        y, after = self.mix(x, context, state)
-        if after is not None:
-            after._maker = self._facts
         return y, after
 
     def mix(self, x: Tensor, context: Context, state: Any) -> tuple[Tensor, Any]:

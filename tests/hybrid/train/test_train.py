@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -339,13 +340,23 @@ def test_data_that_is_not_there_is_prepared_once_for_all(two_ranks, tiny_recipe:
     assert (tmp_path / "data" / "report.json").is_file()
 
 
-def test_text_that_changed_since_it_was_prepared_is_told(rank_pools, tmp_path: Path, capfd):
+def printed(path: Path, output: Path, **overrides: Any) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        tiny.run(path, output, **overrides)
+    return text.getvalue()
+
+
+def test_text_that_changed_since_it_was_prepared_is_told(rank_pools, tmp_path: Path):
     path, pool = tiny.prepare(tmp_path), rank_pools(1)
-    pool.run(tiny.run, path, tmp_path / "run", train__steps=1)
-    assert "have changed" not in capfd.readouterr().out
+    (text,) = pool.run(printed, path, tmp_path / "run", train__steps=1)
+    assert "have changed" not in text
     tiny.write_text(tmp_path / "text.jsonl", 61)
-    pool.run(tiny.run, path, tmp_path / "run", train__steps=2)
-    assert "text.jsonl changed since it was prepared (" in capfd.readouterr().out
+    (text,) = pool.run(printed, path, tmp_path / "run", train__steps=2)
+    assert "text.jsonl changed since it was prepared (" in text
+    (tmp_path / "text.jsonl").unlink()  # only there where it was prepared
+    (text,) = pool.run(printed, path, tmp_path / "run", train__steps=3)
+    assert "have changed" not in text
+    assert "step 3/3" in text
 
 
 def test_without_held_out_text_a_run_reports_no_score(rank_pools, tiny_recipe: Path, tmp_path: Path):
