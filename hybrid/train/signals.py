@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -33,9 +33,16 @@ def ending_at_once() -> Iterator[None]:
     def end(inbox: socket.socket) -> None:
         while number := inbox.recv(1):
             if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler:
-                os.write(2, b"hybrid: stopped by SIGTERM outside training; the same command goes on\n")
+                with suppress(OSError):
+                    os.write(
+                        errors, b"hybrid: stopped by SIGTERM outside training; the same command goes on\n"
+                    )
                 os._exit(STOPPED_EXIT_CODE)
 
+    try:
+        errors = os.dup(2)  # DeepSpeed turns 2 away while it tries a compiler
+    except OSError:  # closed by who started us
+        errors = os.open(os.devnull, os.O_WRONLY)
     inbox, outbox = socket.socketpair()
     outbox.setblocking(False)
     threading.Thread(target=end, args=(inbox,), name="signals", daemon=True).start()
@@ -47,6 +54,7 @@ def ending_at_once() -> Iterator[None]:
         signal.set_wakeup_fd(file_before)
         signal.signal(signal.SIGTERM, handler_before)
         outbox.close()
+        os.close(errors)
 
 
 class Signals:

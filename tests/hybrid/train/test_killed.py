@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,6 +51,20 @@ def test_sigterm_while_it_imports(tiny_recipe: Path, tmp_path: Path):
         assert process.wait(SECONDS) == STOPPED_EXIT_CODE
     assert (tmp_path / "log").read_text() == STOPPED
     assert not (tmp_path / "run").exists()
+
+
+def test_sigterm_while_a_library_has_turned_standard_error_away():
+    """DeepSpeed does so while it tries a compiler."""
+    code = (
+        "import os, signal, time; from hybrid.train.signals import ending_at_once\n"
+        "with ending_at_once():\n"
+        "    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == STOPPED_EXIT_CODE
+    assert "stopped by SIGTERM outside training" in done.stderr
 
 
 def test_sigterm_while_it_waits_for_the_others(tiny_recipe: Path, tmp_path: Path):
