@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from hybrid.train.monitor import read_metrics
+from hybrid.train.metrics import read_metrics
 
 PANELS = {
     "training loss (nats / token)": "train/loss",

@@ -42,7 +42,7 @@ from hybrid.bench.kvm_steps import kvm_steps  # noqa: E402
 from hybrid.bench.model import Parts, Trainer, part_flops, parts_table, step_parts, utilisation  # noqa: E402
 from hybrid.bench.operands import BUDGETS, QUICK, Sizes, operator_flops  # noqa: E402
 from hybrid.bench.report import Row, columns, duration, environment, keep, rows_table, shares_table  # noqa: E402
-from hybrid.bench.runs import (  # noqa: E402
+from hybrid.bench.runs import (
     Run,
     copying,
     full_decoding,
@@ -56,8 +56,8 @@ from hybrid.bench.timing import alternate, seconds  # noqa: E402
 from hybrid.layers.softmax import force_kernel  # noqa: E402
 from hybrid.model import HybridLM  # noqa: E402
 from hybrid.recipe import load  # noqa: E402
-from hybrid.schema import Recipe  # noqa: E402
-from hybrid.train.monitor import peak_flops  # noqa: E402
+from hybrid.recipe.schema import Recipe  # noqa: E402
+from hybrid.train.metrics import peak_flops  # noqa: E402
 from hybrid.verify import Setting, check_folder, table  # noqa: E402
 
 Note = Callable[[str, Any], None]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybrid.train.launcher import LAUNCHER_VARIABLES
+from hybrid.distributed.environment import LAUNCHER_VARIABLES
 
 SECONDS = 300  # a loaded machine takes minutes to start two processes
 

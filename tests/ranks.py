@@ -33,7 +33,7 @@ def _serve(connection: Any, rank: int, size: int, port: int) -> None:
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu",
     )  # fmt: skip
     warnings.simplefilter("ignore", FutureWarning)
-    from hybrid.train import distributed
+    from hybrid.distributed import world as distributed
 
     distributed.start(threads=1)
     connection.send((True, None))

@@ -17,7 +17,7 @@ def test_the_example_layer_trains_and_streams_in_a_pattern():
     """It is installed for all tests."""
     from hybrid.model import HybridLM
     from hybrid.recipe import layer_specs
-    from hybrid.schema import ModelSection
+    from hybrid.recipe.schema import ModelSection
 
     torch.manual_seed(0)
     section = ModelSection(
@@ -50,7 +50,7 @@ def test_named_files_exist():
 
 
 def test_shown_commands_exist():
-    from hybrid.commands import COMMANDS
+    from hybrid.cli.commands import COMMANDS
 
     shown = set(re.findall(r"^(?:\S*/)?hybrid (\w+)", README, re.M))
     assert shown

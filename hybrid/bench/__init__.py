@@ -35,7 +35,8 @@ def run(
         from .scale import bench_scale
 
         return bench_scale(output, list(only), quick)
-    from ..recipe import load
+    from hybrid.recipe import load
+
     from .model import bench_model
 
     return bench_model(load(arguments[0], arguments[1:]), output)

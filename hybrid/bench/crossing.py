@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..layers import Context, Site
-from ..layers.cut import SequenceCut
-from ..layers.kvm.mixer import KVM
-from ..train import distributed
+from hybrid.distributed import world as distributed
+from hybrid.layers import Context, Site
+from hybrid.layers.cut import SequenceCut
+from hybrid.layers.kvm.mixer import KVM
+
 from .ranks import Ranks
 from .report import columns, duration
 from .timing import alternate

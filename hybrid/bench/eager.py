@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layers.kvm.attention import KVMSpec
+from hybrid.layers.kvm.attention import KVMSpec
 
 
 def eager_kvm(

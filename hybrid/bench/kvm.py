@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..layers import Site
-from ..layers.attention import AttentionMixer, BlockWindow, SlidingWindow
-from ..layers.softmax import attention, block_window_attention
+from hybrid.layers import Site
+from hybrid.layers.attention import AttentionMixer, BlockWindow, SlidingWindow
+from hybrid.layers.softmax import attention, block_window_attention
+
 from .eager import eager_kvm
 from .kvm_steps import kvm_steps
 from .memory import peak_bytes
@@ -138,9 +139,10 @@ def decode(sizes: Sizes, quick: bool) -> Found:
 
 def model(sizes: Sizes, quick: bool) -> Found:
     """Training steps of whole models, all KVM against all full attention."""
-    from ..layer_table import layer_specs
-    from ..model import HybridLM
-    from ..schema import ModelSection
+    from hybrid.model import HybridLM
+    from hybrid.recipe.letters import layer_specs
+    from hybrid.recipe.schema import ModelSection
+
     from .model import Trainer
 
     runs, flops = {}, {}

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from ..layers.kvm import chunks, operands, walk, walk_backward
-from ..layers.kvm.slots import Slots
-from ..layers.softmax import joined, kernels
-from ..layers.softmax.kernels import Mask
+from hybrid.layers.kvm import chunks, operands, walk, walk_backward
+from hybrid.layers.kvm.slots import Slots
+from hybrid.layers.softmax import joined, kernels
+from hybrid.layers.softmax.kernels import Mask
+
 from .timing import Steps
 
 TAKE_BACK = "accumulate and read, backward"

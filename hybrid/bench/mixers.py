@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layers import Context, LayerError, Mixer, Site, kinds
-from ..layers.linear.delta_rule import gated_delta_rule
-from ..layers.linear.rwkv7_op import rwkv7_recurrence
-from ..layers.linear.ssd import ssd
+from hybrid.layers import Context, LayerError, Mixer, Site, kinds
+from hybrid.layers.linear.delta_rule import gated_delta_rule
+from hybrid.layers.linear.rwkv7_op import rwkv7_recurrence
+from hybrid.layers.linear.ssd import ssd
+
 from .report import BenchError, Row, columns, duration, environment, keep, rows_table
 from .stepwise import delta_steps, rwkv7_steps, ssd_steps
 from .timing import alternate

@@ -15,14 +15,15 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ..block import Block
-from ..generate import prefill, read_row
-from ..loss import Loss
-from ..model import HybridLM
-from ..recipe import batch_geometry
-from ..schema import OptimizerSection, Recipe
-from ..train import optimizer
-from ..train.monitor import peak_flops
+from hybrid.generate.decoding import prefill, read_row
+from hybrid.model import HybridLM
+from hybrid.model.block import Block
+from hybrid.model.head import Loss
+from hybrid.recipe import batch_geometry
+from hybrid.recipe.schema import OptimizerSection, Recipe
+from hybrid.train import optimizer
+from hybrid.train.metrics import peak_flops
+
 from .report import columns, duration, environment, keep, shares_table
 from .timing import alternate, seconds
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layers import Flops, Site
-from ..layers.attention import FullAttention
-from ..layers.kvm.mixer import KVM
-from ..layers.kvm.spec import KVMSpec
+from hybrid.layers import Flops, Site
+from hybrid.layers.attention import FullAttention
+from hybrid.layers.kvm.mixer import KVM
+from hybrid.layers.kvm.spec import KVMSpec
 
 BUDGETS = ("fixed", "sqrt")
 

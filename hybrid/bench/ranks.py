@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Self
 
-from ..train.launcher import free_port
+from hybrid.distributed.environment import free_port
+
 from .report import BenchError
 
 

@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid.errors import UserError
 
-class BenchError(ValueError):
+
+class BenchError(UserError):
     """A benchmark that does not exist or cannot run here."""
 
 

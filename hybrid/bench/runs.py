@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layers import Context, Site
-from ..layers.kvm.attention import KVMState, kvm_attention
-from ..layers.kvm.mixer import KVM
+from hybrid.layers import Context, Site
+from hybrid.layers.kvm.attention import KVMState, kvm_attention
+from hybrid.layers.kvm.mixer import KVM
+
 from .operands import Operands, Sizes
 
 Run = Callable[[], Any]

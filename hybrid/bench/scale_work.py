@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 
-from .. import recipe as recipes
-from ..data import prepare
-from ..data.rows import Batch, Segment
-from ..model import HybridLM
-from ..schema import Recipe
-from ..train import distributed, logs, step
-from ..train.engine import Engine
-from ..train.loop import Run
-from ..train.run_directory import RunDirectory
-from ..train.signals import Signals
+from hybrid import recipe as recipes
+from hybrid.data import prepare
+from hybrid.data.batch import Batch, Segment
+from hybrid.distributed import world as distributed
+from hybrid.distributed.signals import Signals
+from hybrid.model import HybridLM
+from hybrid.recipe.schema import Recipe
+from hybrid.train import logs, step
+from hybrid.train.engine import Engine
+from hybrid.train.loop import Run
+from hybrid.train.run_directory import RunDirectory
+
 from .crossing import Crossing
 from .sequence import Long
 from .timing import Steps

@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 
-from ..data.rows import Batch, Segment
-from ..model import HybridLM
-from ..recipe import Geometry
-from ..schema import Recipe
-from ..train import distributed, step
-from ..train.engine import Engine
-from ..train.sequence import SequenceRanks
-from ..train.signals import Signals
+from hybrid.data.batch import Batch, Segment
+from hybrid.distributed import world as distributed
+from hybrid.distributed.context_parallel import SequenceRanks
+from hybrid.distributed.signals import Signals
+from hybrid.model import HybridLM
+from hybrid.recipe import Geometry
+from hybrid.recipe.schema import Recipe
+from hybrid.train import step
+from hybrid.train.engine import Engine
+
 from .memory import measure_once
 from .ranks import Ranks
 from .report import Row, columns, duration

@@ -1,7 +1,9 @@
 """Models of other projects, one file a format."""
 
+from hybrid.errors import UserError
 
-class ConvertError(ValueError):
+
+class ConvertError(UserError):
     """A foreign model that is broken or not what it says; the message names the key or tensor."""
 
 

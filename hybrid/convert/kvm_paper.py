@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layer_table import layer_specs
-from ..pattern import DEFAULT_LETTERS, compress
-from ..schema import ModelSection
-from . import ConvertError, NotSupported
+from hybrid.convert import ConvertError, NotSupported
+from hybrid.recipe.letters import layer_specs
+from hybrid.recipe.pattern import DEFAULT_LETTERS, compress
+from hybrid.recipe.schema import ModelSection
 
 LETTERS = {"kvm": "K", "gptalpha": "F", "gptalpha_bswa": "B", "swa": "W", "rwkv7": "R", "ovq": "Q"}
 """Upstream mixer -> letter of our default table."""

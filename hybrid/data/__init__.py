@@ -8,29 +8,30 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hybrid.data.errors import DataError
+from hybrid.errors import DataError
 
 if TYPE_CHECKING:
-    from hybrid.data.loader import Loader
-    from hybrid.data.preparation import is_prepared, outdated, prepare
-    from hybrid.data.report import Report
-    from hybrid.data.rows import Batch, Segment
-    from hybrid.data.store import Store, train_tokens
-    from hybrid.data.tokenizer import StreamDecoder, Tokenizer
-    from hybrid.data.validation import ValidationSet
+    from hybrid.data.preparation.prepare import is_prepared, outdated, prepare
+    from hybrid.data.preparation.report import Report
+    from hybrid.data.preparation.tokenizer import StreamDecoder, Tokenizer
+
+    from .batch import Batch, Segment
+    from .loader import Loader
+    from .store import Store, train_tokens
+    from .validation import ValidationSet
 
 _HOMES = {
-    "Batch": "rows",
+    "Batch": "batch",
     "Loader": "loader",
-    "Report": "report",
-    "Segment": "rows",
+    "Report": "preparation.report",
+    "Segment": "batch",
     "Store": "store",
-    "StreamDecoder": "tokenizer",
-    "Tokenizer": "tokenizer",
+    "StreamDecoder": "preparation.tokenizer",
+    "Tokenizer": "preparation.tokenizer",
     "ValidationSet": "validation",
-    "is_prepared": "preparation",
-    "outdated": "preparation",
-    "prepare": "preparation",
+    "is_prepared": "preparation.prepare",
+    "outdated": "preparation.prepare",
+    "prepare": "preparation.prepare",
     "train_tokens": "store",
 }
 

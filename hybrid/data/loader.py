@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from hybrid.data.errors import DataError
-from hybrid.data.order import Pieces, Windows, key
-from hybrid.data.rows import Batch, collate
-from hybrid.data.store import SourceStore, Store
-from hybrid.schema import DataSection
+from hybrid.errors import DataError
+from hybrid.recipe.schema import DataSection
+
+from .batch import Batch, collate
+from .order import Pieces, Windows, key
+from .store import SourceStore, Store
 
 
 class Loader(Iterator[Batch]):

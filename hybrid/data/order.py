@@ -11,8 +11,8 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid.data.rows import IGNORE, Row, Segment
-from hybrid.data.store import SourceStore
+from .batch import IGNORE, Row, Segment
+from .store import SourceStore
 
 ENDLESS = 1 << 48
 """Windows in a stream: more than anybody reads, few enough for exact arithmetic on them."""

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid.data.errors import DataError
-from hybrid.data.files import damaged
-from hybrid.data.report import read_report
-from hybrid.data.shards import BYTES, HASH, IDS, TokenFile, held_out, open_shard
-from hybrid.data.tokenizer import Tokenizer
-from hybrid.schema import DataSection, SourceSection
+from hybrid.data.preparation.report import read_report
+from hybrid.data.preparation.shards import BYTES, HASH, IDS, TokenFile, held_out, open_shard
+from hybrid.data.preparation.tokenizer import Tokenizer
+from hybrid.errors import DataError
+from hybrid.files import damaged
+from hybrid.recipe.schema import DataSection, SourceSection
 
 
 class SourceStore:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid.data.errors import DataError
-from hybrid.data.rows import IGNORE, Batch, Row, Segment, collate
-from hybrid.data.store import SourceStore, Store
-from hybrid.schema import DataSection
+from hybrid.errors import DataError
+from hybrid.recipe.schema import DataSection
+
+from .batch import IGNORE, Batch, Row, Segment, collate
+from .store import SourceStore, Store
 
 SHARE_OF_ONE = 16
 """Under a cap of c ids no document gives more than c / 16 of them (but always a whole window)."""

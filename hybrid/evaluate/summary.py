@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .yardsticks import Yardsticks, measure
 
 if TYPE_CHECKING:
-    from hybrid.schema import Recipe
+    from hybrid.recipe.schema import Recipe
     from hybrid.train import Summary
 
 SAMPLE_LINES = 12

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from hybrid.schema import DataSection
+    from hybrid.recipe.schema import DataSection
 
 Pairs = tuple[np.ndarray, np.ndarray]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from hybrid import arguments
+from hybrid.cli import arguments
 
 from .plan import LAUNCHERS
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .errors import LaunchError
+from hybrid.errors import LaunchError
 
 RESOLVE_SECONDS = 20.0
 """All names of a run must be found within this time."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from hybrid.errors import LaunchError
+
 from . import hosts, ssh
-from .errors import LaunchError
 from .hosts import Host
 
 LAUNCHERS = ("deepspeed", "torchrun", "slurm")
@@ -226,7 +227,7 @@ def _deepspeed(request: Request, chosen: list[Host]) -> Plan:
         if text:
             start += [option, text]
     if request.hostfile is None:
-        from hybrid.train.launcher import free_port
+        from hybrid.distributed.environment import free_port
 
         port = request.master_port or free_port()
         if not request.include and not request.exclude:

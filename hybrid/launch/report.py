@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybrid.recipe import batch_geometry
-from hybrid.schema import Recipe
+from hybrid.recipe.schema import Recipe
 
 from .hosts import Host
 from .plan import Command, Plan
@@ -18,7 +18,7 @@ def describe(plan: Plan, recipe: Recipe) -> str:
     Raises:
         RecipeError: the batch does not divide over the processes.
     """
-    from hybrid import info
+    from hybrid.estimate import info
 
     geometry = batch_geometry(recipe, plan.processes)
     model = info.meta_model(recipe)
@@ -64,7 +64,7 @@ def _few(items: list) -> list:
 
 def layout(hosts: list[Host], sequence: int) -> str:
     """Which ranks sit where. Rank r works on part r % sequence of data-parallel place r // sequence."""
-    from hybrid.info import columns
+    from hybrid.estimate.info import columns
 
     ranks = sum(len(host.slots) for host in hosts)
     rows: list[list[str]] = []

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .errors import LaunchError
+from hybrid.errors import LaunchError
+
 from .hosts import listed
 
 ANSWER_SECONDS = 25.0

@@ -9,8 +9,9 @@ import socket
 import sys
 from typing import NoReturn
 
+from hybrid.errors import LaunchError
+
 from . import ssh
-from .errors import LaunchError
 from .hosts import require_addresses
 from .plan import Plan
 

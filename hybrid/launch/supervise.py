@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hybrid.train.errors import STOPPED_EXIT_CODE
+from hybrid.errors import STOPPED_EXIT_CODE
 
 LOOK_SECONDS = 0.5
 """Between looks for processes that have not been told yet."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .entry import train
-    from .errors import TrainError
+    from hybrid.errors import TrainError
+
     from .loop import Summary
+    from .trainer import train
 
 __all__ = ["Summary", "TrainError", "train"]
 
@@ -15,7 +16,7 @@ __all__ = ["Summary", "TrainError", "train"]
 def __getattr__(name: str) -> Any:
     """Import on first use: `hybrid.runs` needs checkpoints, but not the whole trainer."""
     if name == "train":
-        from .entry import train
+        from .trainer import train
 
         return train
     if name == "Summary":
@@ -23,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return Summary
     if name == "TrainError":
-        from .errors import TrainError
+        from hybrid.errors import TrainError
 
         return TrainError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

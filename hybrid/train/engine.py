@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hybrid.memory import LARGEST_BUCKET
-from hybrid.schema import Recipe
+from hybrid.checkpoint.tensor_files import Reader
+from hybrid.distributed.world import TrainError, World
+from hybrid.estimate.memory import LARGEST_BUCKET
+from hybrid.recipe.schema import Recipe
 
 from . import optimizer
-from .distributed import TrainError, World
-from .statefiles import Reader
 
 if TYPE_CHECKING:
     from hybrid.recipe import Geometry
@@ -42,7 +42,7 @@ class Engine:
         """`model` is a HybridLM, or a module with `no_decay()` like its."""
         import deepspeed
 
-        from .masters import Masters
+        from hybrid.checkpoint.zero_state import Masters
 
         self.world = world
         self.stage = recipe.parallel.zero_stage

@@ -13,24 +13,25 @@ import torch
 from torch import Tensor
 
 from hybrid import recipe as recipes
+from hybrid.checkpoint.folder import Checkpoints
+from hybrid.checkpoint.run import TOKENIZER
+from hybrid.checkpoint.tag import Origin, Progress
+from hybrid.checkpoint.writer import Saver
 from hybrid.data import Loader, Tokenizer, ValidationSet
+from hybrid.distributed.context_parallel import SequenceRanks, whole
+from hybrid.distributed.signals import Signals
+from hybrid.distributed.world import TrainError, World
+from hybrid.errors import STOPPED_EXIT_CODE
 from hybrid.model import HybridLM
-from hybrid.runs import TOKENIZER
-from hybrid.schema import Recipe
+from hybrid.recipe.schema import Recipe
 
-from . import logs, monitor, resume, samples, schedule, step, validation
-from .checkpoint import Checkpoints
-from .distributed import TrainError, World
+from . import logs, resume, samples, schedule, step, validation
+from . import metrics as monitor
 from .engine import Engine
-from .errors import STOPPED_EXIT_CODE
-from .pace import Pace
-from .pieces import stretch
 from .run_directory import RunDirectory
-from .saving import Saver
-from .sequence import SequenceRanks, whole
-from .signals import Signals
 from .step import Step
-from .tags import Origin, Progress
+from .tbptt import stretch
+from .throughput import Pace
 
 if TYPE_CHECKING:
     from hybrid.data import Batch

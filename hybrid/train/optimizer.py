@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid.schema import OptimizerSection
+from hybrid.recipe.schema import OptimizerSection
 
 ROLES = ("embedding", "matrices", "vectors", "head", "scalars")
 """Group names in order; `vectors` are decayed but not matrices, which only other packages' mixers have."""

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid.schema import Recipe
-
-from .distributed import TrainError
-from .tags import Origin, load_weights, newest_weights, tokenizer_of
+from hybrid.checkpoint.tag import Origin, load_weights, newest_weights, tokenizer_of
+from hybrid.distributed.world import TrainError
+from hybrid.recipe.schema import Recipe
 
 FIXED = {
     "model": None,

@@ -13,10 +13,9 @@ from typing import IO, Any
 import torch
 
 from hybrid import recipe as recipes
-from hybrid.schema import Recipe
-
-from .distributed import TrainError, World
-from .tags import write_json
+from hybrid.checkpoint.tag import write_json
+from hybrid.distributed.world import TrainError, World
+from hybrid.recipe.schema import Recipe
 
 PACKAGES = ("kvm-hybrid", "torch", "deepspeed", "numpy", "sentencepiece", "grain", "safetensors", "omegaconf")
 

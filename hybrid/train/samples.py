@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from hybrid.runs import load_run
-from hybrid.schema import Recipe
+from hybrid.checkpoint.run import load_run
+from hybrid.recipe.schema import Recipe
 
 TEMPERATURE = 0.8
 

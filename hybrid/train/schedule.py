@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hybrid.schema import ScheduleSection
+from hybrid.recipe.schema import ScheduleSection
 
 
 def rate_fraction(step: int, steps: int, schedule: ScheduleSection) -> float:

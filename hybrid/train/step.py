@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybrid.loss import IGNORE
+from hybrid.distributed.context_parallel import Piece, SequenceRanks
+from hybrid.distributed.signals import Signals
+from hybrid.distributed.world import World
+from hybrid.model.head import IGNORE
 
-from .distributed import World
 from .engine import Engine, Update
-from .pieces import Carried, cut
-from .sequence import Piece, SequenceRanks
-from .signals import Signals
+from .tbptt import Carried, cut
 
 if TYPE_CHECKING:
     from hybrid.data import Batch

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from .distributed import World
-from .pieces import Carried, cut
-from .sequence import whole
+from hybrid.distributed.context_parallel import whole
+from hybrid.distributed.world import World
+
+from .tbptt import Carried, cut
 
 if TYPE_CHECKING:
     from hybrid.data import ValidationSet

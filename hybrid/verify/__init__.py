@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from ..convert import NotSupported
+from hybrid.convert import NotSupported
+
 from .compare import GROUPS, CaseResult, Setting
 from .kvm import check_core
-from .mixers import check_initial, check_layer, check_operator, initial_kinds, layer_kinds, operator_kinds
+from .mixers import (
+    check_initial,
+    check_layer,
+    check_operator,
+    initial_kinds,
+    layer_kinds,
+    operator_kinds,
+)
 from .models import check_mixer_model, check_model
 from .vectors import Case, CaseError, VerifyError, read_cases
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..convert.kvm_paper import kvm_options
-from ..layers import MixerState
-from ..layers.kvm.attention import KVMSpec, Routes, kvm_attention
-from ..layers.kvm.budget import Budget
+from hybrid.convert.kvm_paper import kvm_options
+from hybrid.layers import MixerState
+from hybrid.layers.kvm.attention import KVMSpec, Routes, kvm_attention
+from hybrid.layers.kvm.budget import Budget
+
 from .compare import CaseResult, Setting, fixed_limits, gradient
 from .vectors import Case, Tensors, below
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..convert import NotSupported
-from ..layers import Context, Mixer, MixerState, Site, mixer_class
-from ..layers.linear.delta_rule import gated_delta_rule
-from ..layers.linear.rwkv7_op import rwkv7_recurrence
-from ..layers.ovq.attention import Routes
+from hybrid.convert import NotSupported
+from hybrid.layers import Context, Mixer, MixerState, Site, mixer_class
+from hybrid.layers.linear.delta_rule import gated_delta_rule
+from hybrid.layers.linear.rwkv7_op import rwkv7_recurrence
+from hybrid.layers.ovq.attention import Routes
+
 from .compare import CaseResult, Setting, gradient, scaled_limits
 from .vectors import Case, CaseError, Tensors, below
 

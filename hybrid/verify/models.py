@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..convert.kvm_paper import from_upstream, model_section, to_upstream
-from ..layer_table import layer_specs
-from ..model import HybridLM
+from hybrid.convert.kvm_paper import from_upstream, model_section, to_upstream
+from hybrid.model import HybridLM
+from hybrid.recipe.letters import layer_specs
+
 from .compare import Allowed, CaseResult, Setting, fixed_limits, gradient, scaled_limits
 from .vectors import Case, CaseError, Tensors, below
 

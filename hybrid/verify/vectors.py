@@ -15,16 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
+from hybrid.errors import UserError
+
 INDEXES = ("index.json", "mixers_index.json")
 
 Tensors = Mapping[str, Tensor]
 
 
-class VerifyError(ValueError):
+class VerifyError(UserError):
     """A folder without readable vectors; the message names the file."""
 
 
-class CaseError(ValueError):
+class CaseError(UserError):
     """A case whose file is missing, damaged or not what the index says."""
 
 

@@ -3,9 +3,9 @@ attention, hidden 64 with 4 heads and 2 KV heads, window 32, KVM chunk 16, vocab
 
 import torch
 
-from hybrid.layer_table import layer_specs
 from hybrid.model import HybridLM
-from hybrid.schema import ModelSection
+from hybrid.recipe.letters import layer_specs
+from hybrid.recipe.schema import ModelSection
 
 EQUAL = 1e-4
 """Largest difference of fp32 logits that counts as rounding."""

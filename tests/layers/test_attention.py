@@ -6,8 +6,8 @@ import torch
 from hybrid.layers import Context, LayerError, Site
 from hybrid.layers.attention import BlockOptions, SlidingOptions
 from hybrid.layers.softmax import force_plain
-from tests.parity.attention_reference import mix, visible_keys
 
+from ..parity.attention_reference import mix, visible_keys
 from .mixers import HIDDEN, assert_same_gradients, build, gradients, in_pieces, tokens
 
 KINDS = ("full", "sliding_window", "block_window")

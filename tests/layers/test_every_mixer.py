@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid.layers import Context, LayerError
-from hybrid.state import BlockState, HybridState
+from hybrid.model.state import BlockState, HybridState
 
 from ..third_party import KIND
 from .mixers import (

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid.block import Block
 from hybrid.layers import Context
-from hybrid.schema import ModelSection
+from hybrid.model.block import Block
+from hybrid.recipe.schema import ModelSection
 
 from .mixers import HIDDEN, KINDS, fresh, tokens
 

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid.layers import Context, LayerError, Site, mixer_class
 from hybrid.layers.softmax import force_plain
-from tests.parity.twins import stepwise
 
+from ..parity.twins import stepwise
 from ..third_party import KIND
 from .mixers import (
     HIDDEN,

@@ -12,8 +12,8 @@ from hybrid.layers import Context
 from hybrid.layers.linear import kernels
 from hybrid.layers.linear.kernels import fla_function
 from hybrid.layers.softmax import force_plain
-from tests.parity.linear_reference import delta_steps, ssd_steps
 
+from ..parity.linear_reference import delta_steps, ssd_steps
 from .mixers import assert_same_gradients, assert_same_state, build, gradients, packed_context, tokens
 from .test_across import in_parts, operands
 

@@ -10,10 +10,10 @@ from hybrid.layers import LayerError, Site, mixer_class
 from hybrid.layers.linear.delta_rule import gated_delta_rule
 from hybrid.layers.linear.ssd import ssd
 from hybrid.verify.mixers import run_layer, run_operator
-from tests.parity import vectors
-from tests.parity.linear_reference import delta_steps, ssd_steps
-from tests.parity.twins import linear_layer
 
+from ..parity import vectors
+from ..parity.linear_reference import delta_steps, ssd_steps
+from ..parity.twins import linear_layer
 from .mixers import assert_same_gradients, build, gradients, tokens
 
 KINDS = ("gated_deltanet", "kimi_delta", "mamba2")

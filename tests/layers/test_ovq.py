@@ -14,7 +14,10 @@ from hybrid.layers.ovq.dictionary import size_after
 from hybrid.layers.ovq.mixer import OVQ, OVQLayerState, OVQOptions
 from hybrid.layers.softmax import force_plain
 from hybrid.verify.mixers import build_layer, stored_state
-from tests.layers.mixers import (
+
+from ..parity import vectors
+from ..parity.ovq_reference import project, reference, sizes
+from .mixers import (
     HIDDEN,
     assert_same_gradients,
     assert_same_state,
@@ -24,8 +27,6 @@ from tests.layers.mixers import (
     packed_context,
     tokens,
 )
-from tests.parity import vectors
-from tests.parity.ovq_reference import project, reference, sizes
 
 LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 64, 65, 100)
 

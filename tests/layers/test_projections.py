@@ -8,8 +8,8 @@ import torch
 from hybrid.layers import Context, LayerError, Site
 from hybrid.layers.attention import FullAttention
 from hybrid.layers.heads import ProjectionOptions
-from tests.parity.attention_reference import mix
 
+from ..parity.attention_reference import mix
 from .mixers import HIDDEN, assert_same_gradients, build, gradients, in_pieces, packed_context, tokens
 
 ON_OFF = {"token_shift": False, "value_residual": False, "qk_norm": "none", "qkv_bias": True}

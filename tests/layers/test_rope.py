@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hybrid.layers.rope import Rotary, frequencies, positions, rotary, rotate
-from tests.parity.attention_reference import rotate_paper
+
+from ..parity.attention_reference import rotate_paper
 
 
 def test_paper_frequencies_run_from_one_to_one_over_base_inclusive():

@@ -12,7 +12,10 @@ from hybrid.layers.linear import groups, rwkv7_op
 from hybrid.layers.linear.rwkv7_op import chunked, rwkv7_recurrence, steps
 from hybrid.layers.rwkv7 import RWKV7, RWKV7Options, low_ranks
 from hybrid.verify.mixers import run_layer, run_operator
-from tests.layers.mixers import (
+
+from ..parity import vectors
+from ..parity.rwkv7_reference import recurrence, reference
+from .mixers import (
     HIDDEN,
     assert_same_gradients,
     assert_same_state,
@@ -22,8 +25,6 @@ from tests.layers.mixers import (
     packed_context,
     tokens,
 )
-from tests.parity import vectors
-from tests.parity.rwkv7_reference import recurrence, reference
 
 LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 64, 65, 100)
 

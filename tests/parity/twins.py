@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.layers import Mixer
-from tests.parity import attention_reference, kvm_reference, ovq_reference, rwkv7_reference
-from tests.parity.linear_reference import State, delta_layer, mamba2_layer
+
+from . import attention_reference, kvm_reference, ovq_reference, rwkv7_reference
+from .linear_reference import State, delta_layer, mamba2_layer
 
 
 def stepwise(mixer: Mixer, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from hybrid.bench.operands import QUICK, Sizes, operator_flops
 from hybrid.bench.report import Row, keep, rows_table
 from hybrid.bench.runs import kvm_decoding, kvm_training
 from hybrid.bench.timing import Steps, alternate
-from hybrid.cli import main
+from hybrid.cli.main import main
 from hybrid.layers import kinds
 
 

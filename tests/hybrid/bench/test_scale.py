@@ -6,7 +6,7 @@ import pytest
 
 from hybrid.bench.ranks import Ranks
 from hybrid.bench.report import BenchError
-from hybrid.cli import main
+from hybrid.cli.main import main
 
 
 @pytest.mark.launcher

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.data.tokenizer import Tokenizer
+from hybrid.data.preparation.tokenizer import Tokenizer
 
 from .corpus import stdlib_texts
 

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hybrid.data.tokenizer import Tokenizer, train_model
-from hybrid.schema import DataSection, SourceSection
+from hybrid.data.preparation.tokenizer import Tokenizer, train_model
+from hybrid.recipe.schema import DataSection, SourceSection
 
 DIGITS = 276
 """Size of the smallest vocabulary for digits, space and a few letters: every character is one id."""

@@ -11,7 +11,7 @@ import torch
 
 from hybrid.data import Batch, DataError, Loader, Store, prepare
 from hybrid.data.order import Windows, apportion, shuffled
-from hybrid.schema import DataSection
+from hybrid.recipe.schema import DataSection
 
 from .corpus import digits_data
 

@@ -103,7 +103,11 @@ def test_a_worker_that_dies_is_an_error_not_a_hang(tmp_path: Path, python_model:
         def workers() -> list[int]:
             tasks = Path(f"/proc/{pid}/task").glob("*/children")
             found = [int(child) for task in tasks for child in task.read_text().split()]
-            return [c for c in found if b"hybrid.data.worker" in Path(f"/proc/{c}/cmdline").read_bytes()]
+            return [
+                c
+                for c in found
+                if b"hybrid.data.preparation.worker" in Path(f"/proc/{c}/cmdline").read_bytes()
+            ]
 
         wait_until(lambda: len(workers()) > 0)
         killed.extend(workers()[:1])

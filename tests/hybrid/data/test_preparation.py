@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybrid.data import DataError, Store, is_prepared, prepare
-from hybrid.schema import DataSection, SourceSection
+from hybrid.recipe.schema import DataSection, SourceSection
 
 from .corpus import contents, digits_data, stdlib_texts, write_jsonl
 

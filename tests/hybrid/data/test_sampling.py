@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hybrid.data.sampling import BLOCK, training_sample
-from hybrid.data.shards import content_hash, held_out
-from hybrid.data.sources import list_inputs
-from hybrid.schema import SourceSection
+from hybrid.data.preparation.shards import content_hash, held_out
+from hybrid.data.preparation.sources import list_inputs
+from hybrid.data.preparation.tokenizer_sample import BLOCK, training_sample
+from hybrid.recipe.schema import SourceSection
 
 from .corpus import write_jsonl
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hybrid.data import DataError, Tokenizer, prepare
-from hybrid.data.shards import Unit, content_hash, group, held_out
-from hybrid.data.sources import Input
+from hybrid.data.preparation.shards import Unit, content_hash, group, held_out
+from hybrid.data.preparation.sources import Input
 
 from .corpus import digits_data
 
@@ -33,7 +33,7 @@ def test_a_shard_holds_begin_text_end_with_counts(tmp_path: Path) -> None:
 
 
 def test_large_vocabularies_are_stored_in_32_bits() -> None:
-    from hybrid.data.shards import token_dtype
+    from hybrid.data.preparation.shards import token_dtype
 
     assert [token_dtype(size).str for size in (65536, 65537)] == ["<u2", "<u4"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from hybrid.data.errors import DataError
-from hybrid.data.sources import Skips, list_inputs, read_documents
-from hybrid.schema import SourceSection
+from hybrid.data.preparation.sources import Skips, list_inputs, read_documents
+from hybrid.errors import DataError
+from hybrid.recipe.schema import SourceSection
 
 GOOD = [json.dumps({"text": f"document {number}"}) for number in range(1, 4)]
 

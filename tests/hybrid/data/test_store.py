@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybrid.data import DataError, Store, Tokenizer, prepare, train_tokens
-from hybrid.schema import DataSection
+from hybrid.recipe.schema import DataSection
 
 from .corpus import contents, digits_data, write_jsonl
 

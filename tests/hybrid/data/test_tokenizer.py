@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid.data import DataError, Tokenizer
-from hybrid.data.tokenizer import TRAINING_OPTIONS, TrainingNotes, train_model
+from hybrid.data.preparation.tokenizer import TRAINING_OPTIONS, TrainingNotes, train_model
 
 from .corpus import DIGITS, digit_tokenizer, stdlib_texts
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid.data import Batch, DataError, Store, Tokenizer, ValidationSet, prepare
-from hybrid.schema import DataSection, SourceSection
+from hybrid.recipe.schema import DataSection, SourceSection
 
 from .corpus import digits_data, stdlib_texts, write_jsonl
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hybrid.launch.errors import LaunchError
+from hybrid.errors import LaunchError
 from hybrid.launch.hosts import Host, first, read_hostfile, require_addresses, select
 
 POOL = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1)), Host("10.0.0.7", (0,))]

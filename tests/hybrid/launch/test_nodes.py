@@ -11,7 +11,7 @@ from subprocess import Popen
 
 import pytest
 
-from hybrid.train.monitor import read_metrics
+from hybrid.train.metrics import read_metrics
 
 from ...processes import SECONDS, started, wait_for_steps
 from ..train import tiny

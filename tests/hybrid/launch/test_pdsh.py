@@ -13,8 +13,8 @@ from subprocess import Popen
 
 import pytest
 
-from hybrid.train.errors import STOPPED_EXIT_CODE
-from hybrid.train.monitor import read_metrics
+from hybrid.errors import STOPPED_EXIT_CODE
+from hybrid.train.metrics import read_metrics
 
 from ...processes import SECONDS, started, wait_for_steps
 from ..train import tiny

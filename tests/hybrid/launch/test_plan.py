@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.cli import main
+from hybrid.cli.main import main
+from hybrid.errors import LaunchError
 from hybrid.launch import hosts
-from hybrid.launch.errors import LaunchError
 from hybrid.launch.hosts import Host
 from hybrid.launch.plan import Request, plan
 from hybrid.launch.report import commands, layout

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybrid.cli import main
+from hybrid.cli.main import main
 from hybrid.launch.hosts import Host, read_hostfile
 
 from ...processes import SECONDS, started, wait_for_steps

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.cli import main
+from hybrid.cli.main import main
 from hybrid.launch.plan import Request, plan
 
 AWKWARD = [

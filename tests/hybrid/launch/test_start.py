@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.train.errors import STOPPED_EXIT_CODE
-from hybrid.train.launcher import free_port
-from hybrid.train.monitor import read_metrics
+from hybrid.distributed.environment import free_port
+from hybrid.errors import STOPPED_EXIT_CODE
+from hybrid.train.metrics import read_metrics
 
 from ...processes import SECONDS, started, wait_for_steps, wait_until_it_catches_sigterm
 from ..train import tiny

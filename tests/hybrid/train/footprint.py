@@ -64,10 +64,11 @@ def measure(path: Path, output: Path, **overrides: Any) -> Found:
     """Train two steps of the recipe in `path` (its data prepared) and look at the second."""
     from hybrid import recipe as recipes
     from hybrid.data import Loader
+    from hybrid.distributed import world as distributed
+    from hybrid.distributed.signals import Signals
     from hybrid.model import HybridLM
-    from hybrid.train import distributed, step
+    from hybrid.train import step
     from hybrid.train.engine import Engine
-    from hybrid.train.signals import Signals
 
     world = distributed.start(1)
     recipe = tiny.load(path, output, **overrides)

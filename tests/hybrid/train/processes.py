@@ -21,7 +21,7 @@ from . import tiny
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
-    ["pytest", "hybrid.train.entry", "deepspeed.runtime.zero.muon.muon_optimizer", "grain", __name__]
+    ["pytest", "hybrid.train.trainer", "deepspeed.runtime.zero.muon.muon_optimizer", "grain", __name__]
 )
 
 
@@ -107,7 +107,7 @@ def started(
 
 
 def train(arguments: list[str]) -> int:
-    from hybrid.cli import main
+    from hybrid.cli.main import main
 
     return main(["train", *arguments])
 

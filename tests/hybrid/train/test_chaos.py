@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from hybrid.train.errors import LOST_EXIT_CODE, STOPPED_EXIT_CODE
-from hybrid.train.tags import tags_in
+from hybrid.checkpoint.tag import tags_in
+from hybrid.errors import LOST_EXIT_CODE, STOPPED_EXIT_CODE
 
 from . import tiny
 from .processes import Ranks, started

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybrid.train import statefiles
-from hybrid.train.checkpoint import Checkpoints
-from hybrid.train.distributed import TrainError, World
-from hybrid.train.saving import Saver
-from hybrid.train.tags import Origin, Progress, load_weights, newest_weights, tags_in
+from hybrid.checkpoint import tensor_files as statefiles
+from hybrid.checkpoint.folder import Checkpoints
+from hybrid.checkpoint.tag import Origin, Progress, load_weights, newest_weights, tags_in
+from hybrid.checkpoint.writer import Saver
+from hybrid.distributed.world import TrainError, World
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -215,7 +215,7 @@ def test_training_goes_on_while_a_slow_disk_is_written(three: Checkpoints, monke
         return true_write(*args)
 
     monkeypatch.setattr(statefiles, "write", write)
-    monkeypatch.setattr("hybrid.train.saving.PATIENCE", 0.05)
+    monkeypatch.setattr("hybrid.checkpoint.writer.PATIENCE", 0.05)
     saver, monitor = begin(three, 40)
     saver.advance()
     assert monitor.values["checkpoint/stall_seconds"] < 1

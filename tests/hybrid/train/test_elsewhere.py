@@ -10,11 +10,13 @@ import pytest
 from safetensors.torch import load_file
 
 from hybrid import recipe as recipes
+from hybrid.checkpoint import tensor_files as statefiles
+from hybrid.checkpoint import zero_state as masters
+from hybrid.checkpoint.tag import load_weights
+from hybrid.distributed import world as distributed
+from hybrid.distributed.world import TrainError
 from hybrid.model import HybridLM
-from hybrid.train import distributed, masters, statefiles
-from hybrid.train.distributed import TrainError
 from hybrid.train.engine import Engine
-from hybrid.train.tags import load_weights
 
 from . import tiny
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.info import meta_model
-from hybrid.memory import memory_estimate
+from hybrid.estimate.info import meta_model
+from hybrid.estimate.memory import memory_estimate
+from hybrid.estimate.traffic import zero_exchanges
 from hybrid.recipe import batch_geometry
-from hybrid.traffic import zero_exchanges
 
 from . import footprint, tiny
 

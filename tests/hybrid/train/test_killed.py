@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from hybrid.train import launcher
-from hybrid.train.errors import STOPPED_EXIT_CODE
-from hybrid.train.monitor import read_metrics
-from hybrid.train.tags import tags_in
+from hybrid.checkpoint.tag import tags_in
+from hybrid.distributed import environment as launcher
+from hybrid.errors import STOPPED_EXIT_CODE
+from hybrid.train.metrics import read_metrics
 
 from ...processes import SECONDS, started, wait_for_steps, wait_until_it_catches_sigterm
 from . import tiny

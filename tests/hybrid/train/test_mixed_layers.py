@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hybrid.train import monitor
-from hybrid.train.distributed import World
-from hybrid.train.monitor import read_metrics
+from hybrid.distributed.world import World
+from hybrid.train import metrics as monitor
+from hybrid.train.metrics import read_metrics
 
 from . import tiny
 

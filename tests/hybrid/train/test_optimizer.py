@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid.schema import OptimizerSection
+from hybrid.recipe.schema import OptimizerSection
 from hybrid.train import optimizer
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid.schema import ScheduleSection
+from hybrid.recipe.schema import ScheduleSection
 from hybrid.train.schedule import rate_fraction
 
 

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid.data.rows import Batch, Segment
-from hybrid.loss import IGNORE
+from hybrid.data.batch import Batch, Segment
+from hybrid.distributed import world as distributed
+from hybrid.distributed.signals import Signals
 from hybrid.model import HybridLM
+from hybrid.model.head import IGNORE
 from hybrid.recipe import Geometry, layer_specs
-from hybrid.schema import Recipe
-from hybrid.train import distributed, optimizer, step
+from hybrid.recipe.schema import Recipe
+from hybrid.train import optimizer, step
 from hybrid.train.engine import Engine
-from hybrid.train.signals import Signals
 
 from .tiny import fingerprint, patched, weights
 

@@ -18,12 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybrid.runs import load_run
-from hybrid.train.distributed import TrainError
-from hybrid.train.errors import STOPPED_EXIT_CODE
-from hybrid.train.monitor import read_metrics
-from hybrid.train.signals import Signals
-from hybrid.train.tags import newest_weights, tags_in
+from hybrid.checkpoint.run import load_run
+from hybrid.checkpoint.tag import newest_weights, tags_in
+from hybrid.distributed.signals import Signals
+from hybrid.distributed.world import TrainError
+from hybrid.errors import STOPPED_EXIT_CODE
+from hybrid.train.metrics import read_metrics
 
 from . import tiny
 
@@ -121,7 +121,7 @@ def test_a_request_to_save_reaches_all_ranks(four_ranks, tiny_recipe: Path, tmp_
 
 def blind(path: Path, output: Path, rank: int) -> Any:
     """`rank` does not see the checkpoints."""
-    from hybrid.train import checkpoint
+    from hybrid.checkpoint import folder as checkpoint
 
     seen = (lambda _: []) if os.environ["RANK"] == str(rank) else checkpoint.tags_in
     with tiny.patched(checkpoint, "tags_in", seen):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid import recipe as recipes
-from hybrid.schema import Recipe
+from hybrid.recipe.schema import Recipe
 
 RECIPE = """
 model:
@@ -77,7 +77,7 @@ def run(path: Path, output: Path, **overrides: Any) -> Any:
 
 def series(output: Path, *names: str) -> list[tuple[float, ...]]:
     """`train/...` values of every step that was trained, in step order."""
-    from hybrid.train.monitor import read_metrics
+    from hybrid.train.metrics import read_metrics
 
     names = names or ("train/loss", "train/learning_rate", "train/gradient_norm", "data/checksum")
     return [

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.layers.kvm.test_operator import SPECS, close, gradients, inputs, run
+from .test_operator import SPECS, close, gradients, inputs, run
 
 
 def test_the_operator_is_left_out_of_a_compiled_graph():

@@ -8,7 +8,9 @@ import torch
 from hybrid.layers import Context, LayerError, Site, mixer_class
 from hybrid.layers.kvm import mixer as module
 from hybrid.layers.kvm.mixer import KVM, KVMOptions
-from tests.layers.mixers import (
+
+from ...parity.twins import kvm_layer
+from ..mixers import (
     HIDDEN,
     assert_same_gradients,
     assert_same_state,
@@ -18,7 +20,6 @@ from tests.layers.mixers import (
     packed_context,
     tokens,
 )
-from tests.parity.twins import kvm_layer
 
 LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 65, 100)
 NO_GATES = {"gate_keys": False, "gate_values": False}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hybrid.layers import LayerError
 from hybrid.layers.kvm import groups
 from hybrid.layers.kvm.attention import Budget, KVMSpec, Routes, kvm_attention
-from tests.parity.kvm_reference import reference
+
+from ...parity.kvm_reference import reference
 
 H, G, D, C = 4, 2, 8, 8
 GROWING = Budget("power_law", minimum=4, factor=3.0, round_to=2)

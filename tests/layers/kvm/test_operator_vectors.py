@@ -8,7 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from hybrid.layers.softmax import force_plain
-from tests.parity.core_case import core_case
+
+from ...parity.core_case import core_case
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = [ROOT / "tests" / "vectors", ROOT / ".." / "shared" / "conformance"]

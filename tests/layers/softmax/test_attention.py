@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from hybrid.layers import LayerError
-from hybrid.layers.softmax import (
-    Mask,
-    Part,
-    attention,
-    block_window_attention,
-    force_plain,
-    kernels,
-)
+from hybrid.layers.softmax import Mask, Part, attention, block_window_attention, force_plain, kernels
 from hybrid.layers.softmax.joined import Joint
 
 PATHS = pytest.mark.parametrize("plain", [False, True], ids=["flash", "plain"])

@@ -1,0 +1,1 @@
+"""The command line: `main` finds the command, `commands` parse, call and print."""

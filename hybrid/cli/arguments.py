@@ -1,0 +1,57 @@
+"""How a command line is read: the parser, and what a word may be."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import ArgumentTypeError
+from typing import NoReturn
+
+from hybrid.errors import UserError
+
+
+class UsageError(UserError):
+    """A command line that cannot be understood."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one line; help texts keep their layout."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def part(text: str) -> tuple[int, int]:
+    """`i/n`, such as 2/8."""
+    try:
+        part, parts = (int(number) for number in text.split("/"))
+    except ValueError:
+        part, parts = 0, 0
+    if not 1 <= part <= parts:
+        raise ArgumentTypeError(f"'{text}' is not of the form i/n with 1 <= i <= n, such as 2/8")
+    return part, parts
+
+
+def count(text: str) -> int:
+    """1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
+    return int(text)
+
+
+def rank(text: str) -> int:
+    """0 or more."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"'{text}' is not a whole number of 0 or more")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """Of TCP."""
+    if not text.isdecimal() or not 1 <= int(text) < 2**16:
+        raise ArgumentTypeError(f"'{text}' is not a port's number, 1 to 65535")
+    return int(text)

@@ -1,0 +1,38 @@
+"""What goes wrong, for people: one base class, an exit code each, and an error in a few words."""
+
+STOPPED_EXIT_CODE = 75
+"""Asked to stop (SIGTERM) and saved: the same command goes on from there (EX_TEMPFAIL)."""
+LOST_EXIT_CODE = 69
+"""Other processes of the run are gone or silent: the same command goes on from the newest checkpoint
+(EX_UNAVAILABLE)."""
+
+
+class UserError(ValueError):
+    """A mistake in what was asked or in what was found; the message says what, where and what to do."""
+
+    exit_code = 2
+
+
+class DataError(UserError):
+    """Sources, tokenizers or prepared data that cannot be used, and what would be."""
+
+
+class LaunchError(UserError):
+    """Nothing was started; the message names the file, line, option or host, and what is allowed."""
+
+
+class TrainError(UserError):
+    """Training cannot start or go on; the message says why and what to do."""
+
+
+class LostError(TrainError):
+    """Another process of the run is gone; nothing is wrong with what was asked."""
+
+    exit_code = LOST_EXIT_CODE
+
+
+def words(error: Exception) -> str:
+    """Describe an error in a few words; one of the system's with the file it is about."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f" ({error.filename})" if error.filename else "")
+    return str(error) or type(error).__name__

@@ -1,0 +1,1 @@
+"""What a recipe costs before it runs: parameters, FLOPs, memory, bytes sent."""

@@ -1,0 +1,210 @@
+"""`hybrid info`: what a recipe amounts to, computed on torch's meta device, without any weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from hybrid.recipe import Geometry, batch_geometry
+from hybrid.recipe.pattern import compress
+from hybrid.recipe.schema import Recipe
+
+from .memory import memory_estimate
+from .traffic import LayerTraffic, sequence_traffic, zero_exchanges
+
+if TYPE_CHECKING:
+    from hybrid.model import HybridLM
+    from hybrid.recipe.letters import LayerSpec
+
+CONTEXTS = {"1k": 1024, "8k": 8 * 1024, "64k": 64 * 1024, "1M": 1024 * 1024}
+"""Context lengths of the FLOPs and state table."""
+
+
+def describe(recipe: Recipe, processes: int = 1) -> str:
+    """The whole report as text.
+
+    Raises:
+        RecipeError: the batch does not divide over `processes`.
+    """
+    geometry = batch_geometry(recipe, processes)
+    model = meta_model(recipe)
+    parts = [
+        layer_table(model.layers),
+        _parameters(model, recipe),
+        _costs(model, recipe),
+        batch(model, recipe, geometry),
+        memory(model, recipe, geometry),
+        communication(model, recipe, geometry),
+    ]
+    return "\n\n".join(parts)
+
+
+def meta_model(recipe: Recipe) -> HybridLM:
+    """The recipe's model without storage. An open vocabulary size is taken from `data.vocab_size`."""
+    import torch
+
+    from hybrid.model import HybridLM
+
+    if recipe.model.vocab_size is None:
+        size = -(-recipe.data.vocab_size // 64) * 64
+        recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vocab_size=size))
+    with torch.device("meta"):
+        return HybridLM.from_recipe(recipe)
+
+
+def layer_table(layers: list[LayerSpec]) -> str:
+    """One row per letter: which layers it has, its kind, and the options that are not the kind's default."""
+    spans: dict[str, list[str]] = {}
+    specs = {spec.letter: spec for spec in layers}
+    first = 0
+    for letter, run in groupby(spec.letter for spec in layers):
+        last = first + len(list(run)) - 1
+        spans.setdefault(letter, []).append(str(first) if first == last else f"{first}-{last}")
+        first = last + 1
+    rows = [["letter", "kind", "count", "layers", "options"]]
+    for letter, places in spans.items():
+        count = sum(spec.letter == letter for spec in layers)
+        shown = places if len(places) <= 8 else [*places[:5], "...", places[-1]]
+        options = _set_options(specs[letter].options)
+        rows.append([letter, specs[letter].kind, str(count), ", ".join(shown), options])
+    title = f"{_count(len(layers), 'layer')}: {compress([spec.letter for spec in layers])}"
+    return title + "\n" + columns(rows, left={0, 1, 3, 4})
+
+
+def _set_options(options: Any) -> str:
+    shown = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if value != default:
+            shown.append(f"{field.name}={value}")
+    return " ".join(shown) or "(defaults)"
+
+
+def _parameters(model: HybridLM, recipe: Recipe) -> str:
+    parts = model.parameter_parts()
+    total = sum(parts.values())
+    rows = [[name, f"{count:,}", f"{count / total:.1%}"] for name, count in parts.items()]
+    size = model.embedding.weight.shape[0]
+    note = "" if recipe.model.vocab_size else " (from data.vocab_size; the tokenizer decides)"
+    title = f"Parameters, with a vocabulary of {size:,}{note}"
+    return title + "\n" + columns([*rows, ["total", f"{total:,}", ""]], left={0})
+
+
+def _costs(model: HybridLM, recipe: Recipe) -> str:
+    element = 2 if recipe.train.precision == "bf16" else 4
+    rows = [["context", "training FLOPs/token", "decoding FLOPs/token", "state"]]
+    for name, length in CONTEXTS.items():
+        training = model.flops_per_token(length).training
+        decoding = model.flops_at(length - 1).forward
+        state = model.state_bytes(length, element)
+        rows.append([name, flops(training), flops(decoding), size(state)])
+    title = (
+        f"FLOPs per token (training: forward and backward, mean over the context; decoding: the last token) "
+        f"and state per sequence ({recipe.train.precision})"
+    )
+    return title + "\n" + columns(rows)
+
+
+def batch(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+    train, context = recipe.train, recipe.data.context
+    tokens = train.batch_size * context
+    total = tokens * train.steps
+    parameters = sum(model.parameter_parts().values())
+    work = model.flops_per_token(context).training * total
+    lines = [
+        f"{_count(geometry.world_size, 'process', 'es')} / {recipe.parallel.sequence} per sequence = "
+        f"{geometry.data_parallel} data-parallel",
+        f"{train.batch_size} sequences = {geometry.data_parallel} data-parallel x {geometry.micro_batch} "
+        f"micro-batch x {geometry.accumulation} accumulation",
+        f"{train.batch_size} sequences x {context:,} tokens = {tokens:,} tokens a step",
+        f"{tokens:,} x {train.steps:,} steps = {total:,} tokens ({total / parameters:.3g} per parameter), "
+        f"{flops(work)}FLOPs in all",
+    ]
+    return "Batch\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def memory(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+    rows = [["ZeRO", "weights", "gradients", "optimizer", "buffers", "activations", "logits", "total"]]
+    for stage in range(4):
+        name = f"stage {stage}" + (" *" if stage == recipe.parallel.zero_stage else "")
+        if stage == 0 and recipe.train.precision == "bf16":
+            rows.append([name, "not offered with bf16", *[""] * 6])
+            continue
+        needed = memory_estimate(model, recipe, geometry, stage)
+        rows.append([name, *map(size, needed), size(needed.total)])
+    title = "Memory per process, estimated (activations roughly; * the recipe's stage)"
+    return title + "\n" + columns(rows, left={0})
+
+
+def communication(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+    stage, ranks = recipe.parallel.zero_stage, geometry.world_size
+    title = f"Communication of each process in a step, ZeRO stage {stage}"
+    if ranks == 1:
+        return title + "\n  none: one process"
+    found = zero_exchanges(model, recipe, geometry, stage)
+    rows = [["collective", "tensors", "sent"]]
+    rows += [[one.what, size(one.payload), size(one.sent)] for one in found]
+    rows.append(["all", "", size(sum(one.sent for one in found))])
+    text = title + "\n" + columns(rows, left={0})
+    return text if recipe.parallel.sequence == 1 else f"{text}\n\n{_between_chunks(model, recipe, geometry)}"
+
+
+def _between_chunks(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+    ranks = recipe.parallel.sequence
+    letters: dict[str, list[LayerTraffic]] = {}
+    kinds = {spec.letter: spec.kind for spec in model.layers}
+    layers = sequence_traffic(model, recipe, geometry)
+    for spec, traffic in zip(model.layers, layers, strict=True):
+        letters.setdefault(spec.letter, []).append(traffic)
+    rows = [["letter", "kind", "count", "a layer's forward pass", "a layer's step", "all layers' step"]]
+    for letter, found in letters.items():
+        numbers = found[0].forward, found[0].step, sum(traffic.step for traffic in found)
+        rows.append([letter, kinds[letter], str(len(found)), *(f"{number:,} B" for number in numbers)])
+    total = sum(traffic.step for traffic in layers)
+    rows.append(["total", "", str(len(layers)), "", "", f"{total:,} B"])
+    passes = "forward twice" if recipe.train.activation_checkpointing else "forward"
+    title = (
+        f"Sent for the cut by the {ranks} ranks that share a sequence, all together (a step: {passes} and "
+        f"backward, {_count(geometry.accumulation, 'micro-batch', 'es')})"
+    )
+    return title + "\n" + columns(rows, left={0, 1})
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" + (plural if number != 1 else "")
+
+
+def flops(count: float) -> str:
+    """`1.23 G`"""
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if abs(count) < 1000 or unit == "E":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"
+
+
+def size(count: float) -> str:
+    """`1.23 MiB`"""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.4g} {unit}"
+
+
+def columns(rows: list[list[str]], left: Set[int] = frozenset()) -> str:
+    """Rows of cells with aligned columns; those in `left` flush left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,345 @@
+"""HybridLM: embedding, blocks, head. A pattern of mixers in the backbone of the Key-Value Means paper."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hybrid.layers import Context, Flops, LayerError, Mixer, Site, initialise, mixer_class
+from hybrid.layers.cut import SequenceCut
+from hybrid.layers.norms import make_norm
+from hybrid.recipe.letters import LayerSpec, layer_specs
+from hybrid.recipe.schema import ModelSection, Recipe
+
+from .block import Block, ModelError
+from .head import IGNORE, Head, Loss
+from .init import INITS, embedding, head
+from .state import BlockState, HybridState, StateError
+
+_TOO_LARGE = re.compile(r"alloc|out of memory|overflow|too large", re.IGNORECASE)
+"""How torch complains about a tensor that it cannot hold."""
+
+
+class HybridLM(nn.Module):
+    """A language model whose layers are given one by one.
+
+    Attributes that may be changed at any time: `loss_chunk` (tokens whose logits exist at once when labels
+    are given) and `activation_checkpointing` (blocks keep only their inputs and run again in the backward
+    pass, with the routes of the first run).
+    """
+
+    def __init__(self, model: ModelSection, layers: list[LayerSpec]) -> None:
+        """`model.vocab_size` must be a number; `layers` from `recipe.layer_specs`.
+
+        Parameters get their initial values from torch's global generator; on the meta device they stay
+        empty: use `to_empty(device=...)` and `reset_parameters()`.
+        """
+        super().__init__()
+        _check(model, layers)
+        assert model.vocab_size is not None
+        self.section = model
+        self.vocab_size = model.vocab_size
+        self.layers = list(layers)
+        self.loss_chunk = 2048
+        self.activation_checkpointing = False
+        hidden = model.hidden_size
+        self.embedding = nn.Embedding(self.vocab_size, hidden)
+        norm = (model.norm, hidden, model.norm_eps)
+        self.embedding_norm = make_norm(*norm) if model.embedding_norm else None
+        self.blocks = nn.ModuleList(Block(model, mixer) for mixer in _mixers(model, layers))
+        self.norm = make_norm(*norm)
+        tied = cast(nn.Parameter, self.embedding.weight) if model.tie_embeddings else None
+        self.head = Head(hidden, self.vocab_size, model.logit_softcap, tied)
+        self.layout = _layout(model, layers)
+        if tied is not None:
+            self.register_state_dict_post_hook(_drop_tied)
+            self.register_load_state_dict_pre_hook(_restore_tied)
+            self.register_load_state_dict_post_hook(lambda module, _: module._tie())
+        if not self.embedding.weight.is_meta:
+            self.reset_parameters()
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> Self:
+        """The model a recipe describes."""
+        try:
+            return cls(recipe.model, layer_specs(recipe.model))
+        except (RuntimeError, TypeError) as error:
+            if not _TOO_LARGE.search(str(error)):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise ModelError(f"the model is too large to be built here: {reason}") from error
+
+    def forward(
+        self,
+        ids: Tensor,
+        state: HybridState | list[HybridState | None] | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        labels: Tensor | None = None,
+        z_loss: float = 0.0,
+        routes: dict[int, Any] | None = None,
+        statistics: dict[str, Tensor] | None = None,
+        want_state: bool | None = None,
+        cut: SequenceCut | None = None,
+        last_only: bool = False,
+    ) -> tuple[Tensor, Any] | Loss:
+        """Read tokens, going on from `state`; any split of a sequence into calls gives one call's result.
+
+        Args:
+            ids: int `[B, T]`; or one packed row `[1, T]` with `cu_seqlens`. There is no padding.
+            state: what the previous call returned; None at the start. For a packed row a list with one state
+                (or None) per document.
+            cu_seqlens: borders of the packed documents, int32 `[N + 1]`, first 0, rising, last T.
+            labels: int `[B, T]`, aligned with the logits (not shifted here); -100 is not counted.
+            z_loss: not 0: the loss's `z_total` carries a gradient (its weighting is the caller's).
+            routes: layer -> routing decisions; a layer found there replays them, another records its own.
+            statistics: dict that mixers fill with scalars for monitoring, keyed `layer/name`.
+            want_state: whether a state is kept; None: without labels only.
+            cut: how the rows are cut over ranks; ids, labels and logits are then of this rank's chunk, and
+                there are no states. It knows the documents: leave cu_seqlens out.
+            last_only: logits of each sequence's last token only, `[B, 1, V]`; for a packed row of N documents
+                `[1, N, V]`. Saves the head's work and memory over a prompt.
+
+        Returns:
+            Without labels `(logits, state)`: fp32 `[B, T, V]`, and HybridState (packed: a list of them; None
+            unless wanted). With labels a `Loss` of sums over the counted tokens, with the state in it; logits
+            exist for at most `loss_chunk` tokens at once.
+
+        Raises:
+            ModelError, StateError, LayerError: inputs that do not fit, before any state is changed.
+        """
+        self._check_ids(ids, labels)
+        wanted = labels is None if want_state is None else want_state
+        context = Context.of(ids, cu_seqlens, want_state=wanted, cut=cut)
+        context.routes, context.statistics = routes, statistics
+        hidden, after = self._hidden(ids, context, self._block_states(state, context, ids.shape[0]))
+        new_state = self._state(after, context) if wanted else None
+        if labels is None:
+            if last_only:
+                hidden = hidden[:, -1:] if cu_seqlens is None else hidden[:, cu_seqlens[1:].long() - 1]
+            return self.head(hidden), new_state
+        total, z_total = self.head(hidden, labels, self.loss_chunk, z_loss != 0)
+        return Loss(total, (labels != IGNORE).sum(), z_total, new_state)
+
+    def _hidden(self, ids: Tensor, context: Context, states: list[Any]) -> tuple[Tensor, list[Any]]:
+        """Final hidden states `[B, T, C]` (normalised) and every block's state."""
+        x = self.embedding(ids)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        x0, first_values = x, context.first_values
+        again = self.activation_checkpointing and torch.is_grad_enabled()
+        if again and context.routes is None:
+            context.routes = {}  # the second run of a block must take the first run's decisions
+        after = []
+        for block, state in zip(self.blocks, states, strict=True):
+            call = (x, x0, replace(context, first_values=first_values), state)
+            if again:
+                result = checkpoint(block, *call, use_reentrant=False, preserve_rng_state=False)
+            else:
+                result = block(*call)
+            x, kept, first_values = result
+            after.append(kept)
+        return self.norm(x), after
+
+    def _check_ids(self, ids: Tensor, labels: Tensor | None) -> None:
+        for name, given in (("ids", ids), ("labels", labels)):
+            if given is None:
+                continue
+            if given.dtype not in (torch.int64, torch.int32):
+                raise ModelError(f"{name} must be int64 or int32, got {given.dtype}")
+            if given.ndim != 2 or given.numel() == 0:
+                shape = tuple(given.shape)
+                raise ModelError(f"{name} must be [batch, tokens] with at least one token, got {shape}")
+        size = self.vocab_size
+        self._refuse_outside("ids", ids, (ids < 0) | (ids >= size))
+        if labels is not None:
+            if labels.shape != ids.shape:
+                raise ModelError(f"labels have shape {tuple(labels.shape)}, ids {tuple(ids.shape)}")
+            counted = labels != IGNORE
+            self._refuse_outside("labels", labels, counted & ((labels < 0) | (labels >= size)))
+
+    def _refuse_outside(self, name: str, values: Tensor, outside: Tensor) -> None:
+        if not outside.any():
+            return
+        row, column = outside.nonzero()[0].tolist()
+        allowed = f"0 to {self.vocab_size - 1}" + (f", or {IGNORE}" if name == "labels" else "")
+        found = values[row, column].item()
+        raise ModelError(f"{name}[{row}, {column}] is {found}; the vocabulary allows {allowed}")
+
+    def _block_states(self, state: Any, context: Context, batch: int) -> list[Any]:
+        """The given state block by block, once it is known to fit."""
+        if state is None:
+            return [None] * len(self.blocks)
+        if not context.lengths:
+            if not isinstance(state, HybridState):
+                raise ModelError(f"state must be a HybridState, got {type(state).__name__}")
+            state.refuse_other(self.layout, batch)
+            return list(state.layers)
+        documents = len(context.lengths)
+        if not isinstance(state, list | tuple) or len(state) != documents:
+            found = f"{len(state)} states" if isinstance(state, list | tuple) else f"a {type(state).__name__}"
+            raise ModelError(f"a packed row of {documents} documents needs as many states, got {found}")
+        known = [one for one in state if one is not None]
+        for one in known:
+            one.refuse_other(self.layout, 1)
+        if len({id(one) for one in known}) < len(known) and not torch.is_grad_enabled():
+            raise StateError("one state is given for two documents; fork() it, a call takes its storage over")
+        return [[None if one is None else one.layers[i] for one in state] for i in range(len(self.blocks))]
+
+    def _state(self, after: list[Any], context: Context) -> Any:
+        def whole(layers: list[BlockState]) -> HybridState:
+            return HybridState(layers, layers[0].position, self.layout)
+
+        if not context.lengths:
+            return whole(after)
+        return [whole([layer[i] for layer in after]) for i in range(len(context.lengths))]
+
+    # Initialisation
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter in place, in a fixed order, from torch's global generator."""
+        section = self.section
+        initialise(self.embedding.weight, embedding(section.init))
+        for norm in (self.embedding_norm, self.norm):
+            if norm is not None:
+                norm.reset_parameters()
+        for block in self._blocks():
+            block.reset_parameters()
+        if not section.tie_embeddings:
+            initialise(self.head.weight, head(section.init, self.vocab_size, section.hidden_size))
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
+
+    def _tie(self) -> None:
+        """Leaving the meta device, and loading by assignment, make new parameters, one per module."""
+        if self.section.tie_embeddings:
+            self.head.weight = cast(nn.Parameter, self.embedding.weight)
+
+    # Accounts: these need no weights and work on the meta device
+
+    def _blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.blocks))
+
+    def flops_per_token(self, context: int) -> Flops:
+        """Mean over the positions of one sequence of `context` tokens."""
+        return self._flops(lambda mixer: mixer.flops_per_token(context))
+
+    def flops_at(self, position: int) -> Flops:
+        """Decoding the token at `position` (0-based)."""
+        return self._flops(lambda mixer: mixer.flops_at(position))
+
+    def _flops(self, of_mixer: Callable[[Mixer], Flops]) -> Flops:
+        total = Flops(2.0 * self.section.hidden_size * self.vocab_size)  # the head
+        for block in self._blocks():
+            total = total + of_mixer(block.mixer) + block.ffn.flops()
+        return total
+
+    def state_bytes(self, context: int, element_size: int = 4) -> int:
+        """Bytes of one sequence's state after `context` tokens."""
+        shift = self.section.hidden_size * element_size if self.section.ffn_token_shift else 0
+        return sum(block.mixer.state_bytes(context, element_size) + shift for block in self._blocks())
+
+    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int = 4) -> list[int]:
+        """Of every block, as `Mixer.cut_bytes`."""
+        return [block.cut_bytes(rows, tokens, size, element_size) for block in self._blocks()]
+
+    def parameter_parts(self) -> dict[str, int]:
+        """Parameters by part, summing to the whole: embedding, mixers by kind, feed-forward, norms, head."""
+        parts = {"embedding": self.embedding.weight.numel()}
+        for block in self._blocks():
+            name = f"mixer {block.mixer.kind}"
+            parts[name] = parts.get(name, 0) + _count(block.mixer)
+        parts["feed-forward"] = sum(_count(block.ffn) for block in self._blocks())
+        norms: list[nn.Module | None] = [self.embedding_norm, self.norm]
+        norms += [norm for block in self._blocks() for norm in (block.norm_mixer, block.norm_ffn)]
+        parts["norms"] = sum(_count(norm) for norm in norms if norm is not None)
+        if not self.section.tie_embeddings:
+            parts["head"] = self.head.weight.numel()
+        return parts
+
+    def no_decay(self) -> set[str]:
+        """Names of parameters without weight decay: what the mixers say, and elsewhere all but matrices."""
+        own = [(name, p) for name, p in self.named_parameters() if ".mixer." not in name]
+        names = {name for name, p in own if p.ndim < 2}
+        for i, block in enumerate(self._blocks()):
+            names |= {f"blocks.{i}.mixer.{name}" for name in block.mixer.no_decay()}
+        return names
+
+
+def _check(model: ModelSection, layers: list[LayerSpec]) -> None:
+    if model.vocab_size is None or model.vocab_size < 1:
+        raise ModelError(f"model.vocab_size is {model.vocab_size}; a model needs a number of at least 1")
+    if not layers:
+        raise ModelError("a model needs at least one layer")
+    if model.init not in INITS:
+        raise ModelError(f"model.init is '{model.init}'; allowed: {', '.join(INITS)}")
+
+
+def _mixers(model: ModelSection, layers: list[LayerSpec]) -> list[Mixer]:
+    """The mixers in order, each told whether it is the one of its kind that shares its values."""
+    classes = [mixer_class(spec.kind) for spec in layers]
+    sharing = _sharing(model, layers, classes)
+    mixers: list[Mixer] = []
+    for index, (spec, cls) in enumerate(zip(layers, classes, strict=True)):
+        site = Site(model.hidden_size, index, len(layers), sharing[spec.kind] == index)
+        try:
+            mixers.append(cls(spec.options, site))
+        except LayerError as error:
+            raise ModelError(f"layer {index} ('{spec.letter}', {spec.kind}): {error}") from error
+    return mixers
+
+
+def _sharing(model: ModelSection, layers: list[LayerSpec], classes: list[type[Mixer]]) -> dict[str, int]:
+    """Registry kind -> its first layer with a value residual (its first layer, where none has one).
+
+    ModelError where layers of a kind have value residuals of unequal widths.
+    """
+    sharing: dict[str, int] = {}
+    widths: dict[str, int] = {}
+    for index, (spec, cls) in enumerate(zip(layers, classes, strict=True)):
+        width = cls.value_width(spec.options, Site(model.hidden_size, index, len(layers)))
+        if width is None:
+            continue
+        first, wanted = sharing.setdefault(spec.kind, index), widths.setdefault(spec.kind, width)
+        if width != wanted:
+            raise ModelError(
+                f"layer {index} ({spec.kind}) has values of width {width}, layer {first} of the same kind "
+                f"{wanted}: the value residual needs equal widths within a kind"
+            )
+    for index, spec in enumerate(layers):
+        sharing.setdefault(spec.kind, index)
+    return sharing
+
+
+def _layout(model: ModelSection, layers: list[LayerSpec]) -> tuple[str, ...]:
+    """What a state depends on, in words: see `HybridState.layout`."""
+    shift = "with" if model.ffn_token_shift else "without"
+    lines = [f"{model.hidden_size} wide {shift} feed-forward token shift"]
+    for spec in layers:
+        lines.append(f"{spec.kind} {json.dumps(dataclasses.asdict(spec.options), default=str)}")
+    return tuple(lines)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _drop_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """A tied weight is stored once, as the embedding's."""
+    state_dict.pop(f"{prefix}head.weight", None)
+
+
+def _restore_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    if f"{prefix}embedding.weight" in state_dict:
+        state_dict[f"{prefix}head.weight"] = state_dict[f"{prefix}embedding.weight"]

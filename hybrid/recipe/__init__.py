@@ -1,0 +1,21 @@
+"""Recipes: YAML files and `key=value` overrides -> a typed, checked `Recipe`. Nothing here builds a model."""
+
+from .letters import LayerSpec, layer_specs
+from .load import batch_geometry, check, load, save, to_yaml
+from .reader import RecipeError, shipped
+from .rules import Geometry
+from .schema import Recipe
+
+__all__ = [
+    "Geometry",
+    "LayerSpec",
+    "Recipe",
+    "RecipeError",
+    "batch_geometry",
+    "check",
+    "layer_specs",
+    "load",
+    "save",
+    "shipped",
+    "to_yaml",
+]

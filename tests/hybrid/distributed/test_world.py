@@ -1,0 +1,107 @@
+"""Starting processes and agreeing among them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid.distributed import world as distributed
+from hybrid.distributed.environment import LAUNCHER_VARIABLES
+from hybrid.distributed.world import TrainError, World, peers_may_end
+
+
+def test_a_half_set_environment_is_refused(monkeypatch: pytest.MonkeyPatch):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(
+        TrainError, match="names RANK but not LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+    ):
+        distributed.start()
+
+
+def test_one_process_alone_needs_no_collectives():
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    assert world.gather("a") == ["a"]
+    assert world.gather_numbers([1.0, 2.0]).tolist() == [[1.0, 2.0]]
+    with pytest.raises(OSError, match="gone"), world.together():
+        raise OSError("gone")
+
+
+def numbers() -> list[list[float]]:
+    world = distributed.start(1)
+    return world.gather_numbers([world.rank, float("inf") if world.rank else 0.5]).tolist()
+
+
+def failing(rank: int, error: type[Exception]) -> str:
+    world = distributed.start(1)
+    try:
+        world.on_main(lambda: None, patient=True)
+        with world.together():
+            if world.rank == rank:
+                raise error("no such file" if error is OSError else "")
+    except (OSError, ValueError, SystemExit) as found:
+        return f"{type(found).__name__}: {found}"
+    return "went on"
+
+
+@pytest.mark.ranks
+def test_ranks_exchange_numbers(two_ranks: Any):
+    assert two_ranks.run(numbers) == [[[0.0, 0.5], [1.0, float("inf")]]] * 2
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("rank", "error", "main"),
+    [
+        (0, OSError, "OSError: no such file"),
+        (1, OSError, "TrainError: rank 1 of 2: no such file"),
+        (1, ValueError, "TrainError: rank 1 of 2: ValueError"),
+        (2, OSError, "went on"),
+    ],
+)
+def test_a_problem_on_any_rank_stops_all_with_one_message(two_ranks: Any, rank: int, error: Any, main: str):
+    found = two_ranks.run(failing, rank, error)
+    assert found == [main, "went on" if rank == 2 else "SystemExit: 2"]
+
+
+def place(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    """The environment of rank 0 of 2, with changes."""
+    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**told, **changes}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'; allowed: whole numbers of 1 or more"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"RANK": "2"}, "RANK is '2'; allowed: whole numbers of 0 or more and below 2"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
+        (
+            {"MASTER_PORT": "http"},
+            "MASTER_PORT is 'http'; allowed: whole numbers of 1 or more and below 65536",
+        ),
+        ({"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR no-such-host.invalid cannot be found"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], words: str
+):
+    """T020: before waiting for anybody."""
+    place(monkeypatch, **changes)
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
+    with pytest.raises(TrainError, match=re.escape(words)):
+        distributed.start()
+
+
+def test_a_lost_process_is_told_in_words():
+    with pytest.raises(TrainError, match="lost the connection to another process"), peers_may_end():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+    with pytest.raises(RuntimeError, match="shape"), peers_may_end():
+        raise RuntimeError("a shape of our own making")

@@ -1,0 +1,134 @@
+"""What is written, and that it can be read by others."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.compat.proto.event_pb2 import Event
+
+from hybrid.recipe.schema import MonitorSection
+from hybrid.train.metrics import Monitor, duration, memory_bytes, peak_flops, read_metrics
+
+from . import tiny
+
+
+def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Scalars by name, from the raw records of all files: what a reader without TensorBoard's rules has."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(folder.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + length])
+            at += 16 + length
+            for value in event.summary.value:
+                number = value.simple_value or (value.tensor.float_val[0] if value.tensor.float_val else 0.0)
+                found.setdefault(value.tag, []).append((event.step, number))
+    return found
+
+
+def test_one_value_a_step_after_going_back(tmp_path: Path):
+    first = Monitor(tmp_path, MonitorSection(), True, 0)
+    for step in range(1, 16):
+        first.write(step, {"train/loss": float(step)})
+    first.close()
+    second = Monitor(tmp_path, MonitorSection(), True, 10)
+    for step in range(11, 17):
+        second.write(step, {"train/loss": 100.0 + step})
+    second.close()
+    wanted = [(step, float(step if step <= 10 else 100 + step)) for step in range(1, 17)]
+    assert sorted(read_events(tmp_path / "tensorboard")["train/loss"]) == wanted
+    assert [(line["step"], line["train/loss"]) for line in read_metrics(tmp_path)] == wanted
+    both = read_metrics(tmp_path, every_run=True)
+    assert len(both) == 21
+    assert {line["run"] for line in both if line["step"] == 12} == {first.run, second.run}
+
+
+def test_values_of_one_step_are_merged_and_a_cut_line_is_left_out(tmp_path: Path):
+    monitor = Monitor(tmp_path, MonitorSection(tensorboard=False), True, 0)
+    monitor.write(1, {"a/x": 1.0})
+    monitor.write(1, {"a/y": float("nan")})
+    monitor.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "ru')
+    (line,) = read_metrics(tmp_path)
+    assert (line["a/x"], line["a/y"]) == (1.0, None)
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    monitor = Monitor(tmp_path, MonitorSection(), False, 0)
+    monitor.write(1, {"a/x": 1.0})
+    monitor.say("hello")
+    monitor.close()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_durations_memory_and_peaks():
+    assert duration(3725.4) == "1:02:05"
+    assert memory_bytes(torch.device("cpu")) > 50e6
+    assert peak_flops(MonitorSection(peak_tflops=2.0), torch.device("cpu"), "fp32") == 2e12
+    assert 1e8 < peak_flops(MonitorSection(), torch.device("cpu"), "fp32") < 1e14
+
+
+@pytest.mark.ranks
+def test_four_ranks_write_one_series(four_ranks, rank_pools, tiny_recipe: Path, tmp_path: Path):
+    """T067: 20 steps, 20 points a series, and the values are means over all ranks (those of one process)."""
+    settings = {"train__steps": 20, "monitor__tensorboard": "true", "monitor__statistics_every": 10}
+    four_ranks.run(tiny.run, tiny_recipe, tmp_path / "four", **settings)
+    rank_pools(1).run(tiny.run, tiny_recipe, tmp_path / "one", **settings)
+    assert len(list((tmp_path / "four" / "tensorboard").iterdir())) == 1
+    four, one = (read_events(tmp_path / name / "tensorboard") for name in ("four", "one"))
+    for name in ("train/loss", "train/gradient_norm", "train/learning_rate"):
+        assert [step for step, _ in four[name]] == list(range(1, 21))
+        assert [value for _, value in four[name]] == pytest.approx(
+            [value for _, value in one[name]], rel=1e-4
+        )
+    largest = [value for _, value in four["train/loss_largest"]]
+    assert all(a > b for a, (_, b) in zip(largest, four["train/loss"], strict=True))
+    for name in ("train/clip_factor", "train/skipped", "train/tokens", "speed/tokens_per_second",
+                 "speed/data_wait", "speed/step_seconds", "memory/peak_gib", "speed/tflops",
+                 "speed/utilisation"):  # fmt: skip
+        assert len(four[name]) == 20
+    assert [step for step, _ in four["validation/bits_per_byte"]] == [0, 20]
+    assert four["train/tokens"][-1][1] == 20 * 4 * 16
+
+
+@pytest.mark.ranks
+def test_resuming_an_older_step_replaces_the_curve(rank_pools, tiny_recipe: Path, tmp_path: Path):
+    """T068, with 15, 10 and 16 steps for 150, 100 and 160."""
+    one = rank_pools(1)
+    settings = {"train__checkpoint_every": 5, "monitor__tensorboard": "true", "schedule__shape": "constant"}
+    one.run(tiny.run, tiny_recipe, tmp_path, train__steps=15, **settings)
+    first = dict(read_events(tmp_path / "tensorboard")["train/loss"])
+    changed = settings | {"optimizer__lr": 0.03, "train__resume": "step_00000010"}
+    one.run(tiny.run, tiny_recipe, tmp_path, train__steps=16, **changed)
+    points = sorted(read_events(tmp_path / "tensorboard")["train/loss"])
+    assert [step for step, _ in points] == list(range(1, 17))
+    after = dict(points)
+    assert [after[step] for step in range(1, 12)] == [first[step] for step in range(1, 12)]
+    assert all(after[step] != first[step] for step in range(12, 16))
+    text = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len({line["run"] for line in text if line["step"] == 13}) == 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "latest", "step_00000010", "step_00000015", "step_00000016",
+    ]  # fmt: skip
+
+
+def test_a_line_cut_by_a_crash_costs_no_later_one(tmp_path: Path):
+    """What was written before and after it is all there, whatever bytes stand between."""
+    section = MonitorSection(tensorboard=False)
+    for step, rubbish in ((1, b'{"step": 2, "ru'), (3, b"\xff\n[]\n3")):
+        monitor = Monitor(tmp_path, section, True, step - 1)
+        monitor.write(step, {"train/loss": float(step)})
+        monitor.close()
+        with open(tmp_path / "metrics.jsonl", "ab") as file:
+            file.write(rubbish)
+    monitor = Monitor(tmp_path, section, True, 3)
+    monitor.write(4, {"train/loss": 4.0})
+    monitor.close()
+    assert [line["train/loss"] for line in read_metrics(tmp_path)] == [1.0, 3.0, 4.0]
