@@ -1,16 +1,24 @@
 """What goes wrong, for people: one base class, an exit code each, and an error in a few words."""
 
+from hybrid.layers.errors import LayerError, UserError
+
+__all__ = [
+    "LOST_EXIT_CODE",
+    "STOPPED_EXIT_CODE",
+    "DataError",
+    "LaunchError",
+    "LayerError",
+    "LostError",
+    "TrainError",
+    "UserError",
+    "words",
+]
+
 STOPPED_EXIT_CODE = 75
 """Asked to stop (SIGTERM) and saved: the same command goes on from there (EX_TEMPFAIL)."""
 LOST_EXIT_CODE = 69
 """Other processes of the run are gone or silent: the same command goes on from the newest checkpoint
 (EX_UNAVAILABLE)."""
-
-
-class UserError(ValueError):
-    """A mistake in what was asked or in what was found; the message says what, where and what to do."""
-
-    exit_code = 2
 
 
 class DataError(UserError):

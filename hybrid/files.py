@@ -1,9 +1,11 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and their checksums."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,36 +13,49 @@ from typing import Any, BinaryIO
 
 from .errors import DataError
 
+PARTIAL = ".partial"
+"""Ends the name of a file or folder that is still being written."""
+
 
 @contextmanager
-def write_whole(path: Path, label: str = "") -> Iterator[BinaryIO]:
-    """Write `path` under a temporary name in its folder; it gets its own name when the block ends well.
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file under a temporary name in its folder; rename it to `path` when the block ends well.
 
-    `label` keeps writers on different machines apart.
+    The temporary file is new and of a random name, so that nothing is written through a link that somebody
+    laid there. An OSError without a file name, as of a full disk, gets the path's.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}{label}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        with open(partial, "wb") as file:
+        with open(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # of a write: a full disk, say
+        if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)
         raise
 
 
-def write_json(path: Path, value: Any, label: str = "") -> None:
-    with write_whole(path, label) as file:
-        file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text to a file that appears whole or not at all. Raises OSError."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON to a file that appears whole or not at all. Raises OSError."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """The table in a file, with at least the keys of `kinds`, of these types. Raises DataError when it is
-    not such a file."""
+    """Read the table in a file, with at least the keys of `kinds`, of these types.
+
+    Raises DataError when it is not such a file, OSError when it cannot be read.
+    """
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -54,4 +69,20 @@ def read_json(path: Path, kinds: Mapping[str, type]) -> dict[str, Any]:
 
 
 def damaged(path: Path, why: str) -> DataError:
+    """Make the error of a prepared file that is not as it was written."""
     return DataError(f"{path} is damaged ({why}); prepare the data again with --force")
+
+
+def sync(path: Path) -> None:
+    """Bring a file's bytes, or a folder's names, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    """Hash a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

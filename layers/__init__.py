@@ -9,13 +9,31 @@
 
 The names below are what users of layers and authors of new ones need: `base.py` is the contract, `context.py`
 what a call knows beside x, `registry.py` finds mixers by kind. Nothing here imports the rest of `hybrid`.
+They are imported when first used, so that `hybrid.layers.errors` costs no import of torch.
 """
 
-from .base import Flops, Mixer, MixerState, Site
-from .context import Context
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .errors import LayerError, require
-from .parameters import initialise
-from .registry import kinds, mixer_class, register
+
+if TYPE_CHECKING:
+    from .base import Flops, Mixer, MixerState, Site
+    from .context import Context
+    from .parameters import initialise
+    from .registry import kinds, mixer_class, register
+
+_MODULES = {
+    "Context": "context",
+    "Flops": "base",
+    "Mixer": "base",
+    "MixerState": "base",
+    "Site": "base",
+    "initialise": "parameters",
+    "kinds": "registry",
+    "mixer_class": "registry",
+    "register": "registry",
+}
 
 __all__ = [
     "Context",
@@ -30,3 +48,9 @@ __all__ = [
     "register",
     "require",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

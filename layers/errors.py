@@ -1,13 +1,19 @@
-"""What layers refuse, and how they say it."""
+"""What layers refuse, and how they say it. Light: nothing here imports torch."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+
+class UserError(ValueError):
+    """A mistake in what was asked or in what was found; the message says what, where and what to do."""
+
+    exit_code = 2
 
 
-class LayerError(ValueError):
+class LayerError(UserError):
     """Options or inputs that a layer cannot take; the message names them and what is allowed."""
 
 
@@ -23,5 +29,13 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 
 def shown(value: Any) -> str:
-    """What was given, in a few words."""
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    """Describe what was given in a few words: a tensor by dtype and shape, else its type."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Suggest the known name nearest to a mistyped one: "; did you mean NAME?", or nothing."""
+    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import pkgutil
 from functools import cache
 from importlib.metadata import entry_points
 
 from .base import Mixer
-from .errors import LayerError
+from .errors import LayerError, did_you_mean
 
 ENTRY_POINT_GROUP = "hybrid.layers"
 
@@ -69,6 +68,5 @@ def mixer_class(kind: str) -> type[Mixer]:
         raise _broken[kind]
     if kind in known:
         return known[kind]
-    near = difflib.get_close_matches(str(kind), known, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
-    raise LayerError(f"unknown layer kind '{kind}'{hint} Known kinds: {', '.join(known)}")
+    hint = did_you_mean(kind, known)
+    raise LayerError(f"unknown layer kind '{kind}'{hint or ';'} known kinds: {', '.join(known)}")

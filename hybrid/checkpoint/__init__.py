@@ -1,1 +1,1 @@
-"""Checkpoints: whole fp32 tensors in safetensors files, written beside training, read by any number of processes."""
+"""Checkpoints: whole fp32 tensors in safetensors files, written beside training, read by any world size."""

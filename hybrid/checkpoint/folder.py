@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybrid.distributed.world import TrainError, World
+from hybrid.files import PARTIAL, sync, write_text
 
 from .tag import (
     ASIDE,
     LATEST,
-    PARTIAL,
     TRAINER,
     Manifest,
     Origin,
@@ -20,7 +20,6 @@ from .tag import (
     file_fault,
     read_manifest,
     read_trainer,
-    sync,
     tag_name,
     tags_in,
 )
@@ -171,10 +170,7 @@ def _publish(partial: Path, keep_last: int) -> None:
     folder, tag = partial.parent, partial.name.removesuffix(PARTIAL)
     sync(partial)
     os.rename(partial, folder / tag)
-    temporary = folder / f"{LATEST}.tmp"
-    temporary.write_text(tag + "\n", encoding="utf-8")
-    sync(temporary)
-    os.replace(temporary, folder / LATEST)
+    write_text(folder / LATEST, tag + "\n")
     sync(folder)
     tags = tags_in(folder)
     for old in tags[:-keep_last]:

@@ -15,9 +15,7 @@ aside.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid.errors import TrainError
+from hybrid.files import sha256
 
 from .tensor_files import Reader, weight_files
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TAG = re.compile(r"step_(\d{8})")
-PARTIAL = ".partial"
 ASIDE = ".aside"
 """Ends the name of a tag that is damaged or belongs to an abandoned continuation."""
 TRAINER, MANIFEST, LATEST = "trainer.json", "manifest.json", "latest"
@@ -156,25 +154,3 @@ def tokenizer_of(weights: Path) -> str | None:
     that lie elsewhere. TrainError when the record of it is damaged."""
     record = weights / TRAINER
     return read_trainer(record)[1].tokenizer if record.is_file() else None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write and sync; the caller renames where readers could see a half-written file."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from hybrid.distributed.world import World
 from hybrid.errors import words
+from hybrid.files import PARTIAL, sha256, write_json
 from hybrid.train.engine import Engine
 from hybrid.train.metrics import Monitor
 
 from . import tensor_files as statefiles
 from .folder import Checkpoints
-from .tag import MANIFEST, PARTIAL, TRAINER, Origin, Progress, sha256, tag_name, tags_in, write_json
+from .tag import MANIFEST, TRAINER, Origin, Progress, tag_name, tags_in
 from .tensor_files import StateFile
 
 PATIENCE = 60.0

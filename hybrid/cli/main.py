@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import select
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+
+from hybrid.errors import UserError
+from hybrid.layers.errors import did_you_mean
 
 from .arguments import Parser, UsageError
 from .commands import COMMANDS
@@ -35,10 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _reader_gone():
             return 141  # what a shell reports for a program ended by SIGPIPE
         return _complain(_describe(error), 2)
-    except ValueError as error:
-        if type(error) is ValueError:  # not one of the errors meant for people
-            raise
-        return _complain(str(error), getattr(error, "exit_code", 2))
+    except UserError as error:
+        return _complain(str(error), error.exit_code)
 
 
 def _dispatch(argv: Sequence[str]) -> int:
@@ -49,7 +49,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     command = COMMANDS.get(arguments.command)
     if command is None:
         raise UsageError(
-            f"unknown command '{arguments.command}'{_nearest(arguments.command, COMMANDS)} "
+            f"unknown command '{arguments.command}'{did_you_mean(arguments.command, COMMANDS)} "
             f"Commands: {', '.join(COMMANDS)}"
         )
     parser = Parser(
@@ -76,11 +76,6 @@ def _main_parser() -> Parser:
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
-
-
-def _nearest(word: str, known) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean '{near[0]}'?" if near else "."
 
 
 def _complain(message: str, code: int) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from hybrid.recipe import Geometry, batch_geometry
 from hybrid.recipe.pattern import compress
 from hybrid.recipe.schema import Recipe
+from hybrid.text import columns
 
 from .memory import memory_estimate
 from .traffic import LayerTraffic, sequence_traffic, zero_exchanges
@@ -70,7 +70,7 @@ def layer_table(layers: list[LayerSpec]) -> str:
         options = _set_options(specs[letter].options)
         rows.append([letter, specs[letter].kind, str(count), ", ".join(shown), options])
     title = f"{_count(len(layers), 'layer')}: {compress([spec.letter for spec in layers])}"
-    return title + "\n" + columns(rows, left={0, 1, 3, 4})
+    return title + "\n" + columns(rows, left={0, 1, 3, 4}, indent="  ")
 
 
 def _set_options(options: Any) -> str:
@@ -92,7 +92,7 @@ def _parameters(model: HybridLM, recipe: Recipe) -> str:
     size = model.embedding.weight.shape[0]
     note = "" if recipe.model.vocab_size else " (from data.vocab_size; the tokenizer decides)"
     title = f"Parameters, with a vocabulary of {size:,}{note}"
-    return title + "\n" + columns([*rows, ["total", f"{total:,}", ""]], left={0})
+    return title + "\n" + columns([*rows, ["total", f"{total:,}", ""]], left={0}, indent="  ")
 
 
 def _costs(model: HybridLM, recipe: Recipe) -> str:
@@ -107,7 +107,7 @@ def _costs(model: HybridLM, recipe: Recipe) -> str:
         f"FLOPs per token (training: forward and backward, mean over the context; decoding: the last token) "
         f"and state per sequence ({recipe.train.precision})"
     )
-    return title + "\n" + columns(rows)
+    return title + "\n" + columns(rows, indent="  ")
 
 
 def batch(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
@@ -138,7 +138,7 @@ def memory(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
         needed = memory_estimate(model, recipe, geometry, stage)
         rows.append([name, *map(size, needed), size(needed.total)])
     title = "Memory per process, estimated (activations roughly; * the recipe's stage)"
-    return title + "\n" + columns(rows, left={0})
+    return title + "\n" + columns(rows, left={0}, indent="  ")
 
 
 def communication(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
@@ -150,7 +150,7 @@ def communication(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
     rows = [["collective", "tensors", "sent"]]
     rows += [[one.what, size(one.payload), size(one.sent)] for one in found]
     rows.append(["all", "", size(sum(one.sent for one in found))])
-    text = title + "\n" + columns(rows, left={0})
+    text = title + "\n" + columns(rows, left={0}, indent="  ")
     return text if recipe.parallel.sequence == 1 else f"{text}\n\n{_between_chunks(model, recipe, geometry)}"
 
 
@@ -172,7 +172,7 @@ def _between_chunks(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
         f"Sent for the cut by the {ranks} ranks that share a sequence, all together (a step: {passes} and "
         f"backward, {_count(geometry.accumulation, 'micro-batch', 'es')})"
     )
-    return title + "\n" + columns(rows, left={0, 1})
+    return title + "\n" + columns(rows, left={0, 1}, indent="  ")
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
@@ -195,16 +195,3 @@ def size(count: float) -> str:
             break
         count /= 1024
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.4g} {unit}"
-
-
-def columns(rows: list[list[str]], left: Set[int] = frozenset()) -> str:
-    """Rows of cells with aligned columns; those in `left` flush left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return "\n".join(lines)

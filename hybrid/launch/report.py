@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybrid.recipe import batch_geometry
 from hybrid.recipe.schema import Recipe
+from hybrid.text import columns
 
 from .hosts import Host
 from .plan import Command, Plan
@@ -64,8 +65,6 @@ def _few(items: list) -> list:
 
 def layout(hosts: list[Host], sequence: int) -> str:
     """Which ranks sit where. Rank r works on part r % sequence of data-parallel place r // sequence."""
-    from hybrid.estimate.info import columns
-
     ranks = sum(len(host.slots) for host in hosts)
     rows: list[list[str]] = []
     first = 0
@@ -82,7 +81,7 @@ def layout(hosts: list[Host], sequence: int) -> str:
     text = (
         f"Layout: {words}, {ranks:,} ranks = {ranks // sequence:,} data-parallel x {sequence} per sequence\n"
     )
-    text += columns([heading, *cells], left={0, 1, 2})
+    text += columns([heading, *cells], left={0, 1, 2}, indent="  ")
     if split:
         text += (
             f"\n  the {sequence} ranks of a sequence do not stay on one node ({', '.join(split[:3])}"

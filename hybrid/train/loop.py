@@ -24,6 +24,7 @@ from hybrid.distributed.world import TrainError, World
 from hybrid.errors import STOPPED_EXIT_CODE
 from hybrid.model import HybridLM
 from hybrid.recipe.schema import Recipe
+from hybrid.text import clock
 
 from . import logs, resume, samples, schedule, step, validation
 from . import metrics as monitor
@@ -285,7 +286,7 @@ class Run:
         }
         speed = self.pace.report()
         self.monitor.write(progress.step, values | speed)
-        left = monitor.duration(self.pace.seconds_per_step * (steps - progress.step))
+        left = clock(self.pace.seconds_per_step * (steps - progress.step))
         self.monitor.say(
             f"step {progress.step}/{steps}  loss {done.loss:.4f}  "
             f"{speed['speed/tokens_per_second']:,.0f} tokens/s  {left} left"

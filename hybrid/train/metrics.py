@@ -182,9 +182,3 @@ def peak_flops(section: MonitorSection, device: torch.device, precision: str) ->
         torch.mm(a, a)
         best = min(best, time.perf_counter() - begin)
     return 2 * size**3 / best
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds as h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

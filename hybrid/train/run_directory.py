@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import platform
 import sys
 from importlib import metadata
@@ -13,8 +12,8 @@ from typing import IO, Any
 import torch
 
 from hybrid import recipe as recipes
-from hybrid.checkpoint.tag import write_json
 from hybrid.distributed.world import TrainError, World
+from hybrid.files import write_json, write_text
 from hybrid.recipe.schema import Recipe
 
 PACKAGES = ("kvm-hybrid", "torch", "deepspeed", "numpy", "sentencepiece", "grain", "safetensors", "omegaconf")
@@ -37,9 +36,7 @@ class RunDirectory:
 
     def describe(self, recipe: Recipe, world: World) -> None:
         """Write the resolved recipe and the versions it runs with."""
-        temporary = self.folder / "recipe.tmp.yaml"
-        recipes.save(recipe, temporary)
-        os.replace(temporary, self.folder / "recipe.yaml")
+        write_text(self.folder / "recipe.yaml", recipes.to_yaml(recipe))
         write_json(self.folder / "environment.json", environment(world))
 
     def close(self) -> None:

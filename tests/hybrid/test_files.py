@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.files import write_whole
+from hybrid.files import replacing
 
 
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 (closed below)
-    with full, pytest.raises(OSError, match="No space left on device") as caught, write_whole(tmp_path / "a"):
+    with full, pytest.raises(OSError, match="No space left on device") as caught, replacing(tmp_path / "a"):
         full.write(b"x")
     assert caught.value.filename == str(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []

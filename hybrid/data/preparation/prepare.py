@@ -153,7 +153,6 @@ class _Plan:
         self.folder = Path(data.folder)
         self.sections: dict[str, SourceSection] = {}
         self.inputs: dict[str, list[Input]] = {}
-        self.label = f".part{part[0]}"
         for name, section in data.sources.items():
             if not name or name.startswith(".") or not all(c.isalnum() or c in "-_." for c in name):
                 raise DataError(f"source name {name!r}: use letters, digits, '-', '_' and '.'")
@@ -220,7 +219,7 @@ class _Plan:
             "notes": asdict(notes),
             "made_from": self._tokenizer_source(),
         }
-        write_json(made, content, self.label)
+        write_json(made, content)
         return tokenizer
 
     def report(self, tokenizer: Tokenizer, built: int) -> Report:
@@ -251,7 +250,7 @@ class _Plan:
         if not report.missing:
             for left in self.folder.rglob("*.partial"):  # of interrupted preparations
                 left.unlink()
-            write_json(self.folder / "report.json", report.to_json(), self.label)
+            write_json(self.folder / "report.json", report.to_json())
         return report
 
     def _refuse_own_files(self, name: str) -> None:

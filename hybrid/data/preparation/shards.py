@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid.errors import DataError
-from hybrid.files import damaged, read_json, write_json, write_whole
+from hybrid.files import damaged, read_json, replacing, write_json
 from hybrid.recipe.schema import SourceSection
 
 from .sources import Input, Skips, read_documents
@@ -177,7 +177,7 @@ def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer
     rows: list[tuple[int, int, int]] = []
     sidecar(folder, unit.source, unit.name).unlink(missing_ok=True)
     files = [file_identity(item) for item in unit.inputs]
-    with write_whole(base.with_name(base.name + ".tokens")) as file:
+    with replacing(base.with_name(base.name + ".tokens")) as file:
         for item in unit.inputs:
             for text in read_documents(item, section, skips):
                 data = text.encode("utf-8")
@@ -185,7 +185,7 @@ def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer
                 file.write(np.asarray(ids, dtype).tobytes())
                 rows.append((len(ids), len(data), content_hash(data)))
     index = np.array(rows, np.uint64).reshape(-1, 3)
-    with write_whole(base.with_name(base.name + ".index.npy")) as file:
+    with replacing(base.with_name(base.name + ".index.npy")) as file:
         np.save(file, index)
     info = {
         **unit_settings(section, tokenizer),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.errors import DataError
-from hybrid.files import write_whole
+from hybrid.files import replacing
 
 from . import sentencepiece_model as facts
 
@@ -121,7 +121,7 @@ class Tokenizer:
         return tokenizer
 
     def save(self, path: str | Path) -> None:
-        with write_whole(Path(path)) as file:
+        with replacing(Path(path)) as file:
             file.write(self.model)
 
     def encode(self, text: str) -> list[int]:

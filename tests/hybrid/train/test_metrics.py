@@ -11,7 +11,8 @@ import torch
 from tensorboard.compat.proto.event_pb2 import Event
 
 from hybrid.recipe.schema import MonitorSection
-from hybrid.train.metrics import Monitor, duration, memory_bytes, peak_flops, read_metrics
+from hybrid.text import clock
+from hybrid.train.metrics import Monitor, memory_bytes, peak_flops, read_metrics
 
 from . import tiny
 
@@ -69,7 +70,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_durations_memory_and_peaks():
-    assert duration(3725.4) == "1:02:05"
+    assert clock(3725.4) == "1:02:05"
     assert memory_bytes(torch.device("cpu")) > 50e6
     assert peak_flops(MonitorSection(peak_tflops=2.0), torch.device("cpu"), "fp32") == 2e12
     assert 1e8 < peak_flops(MonitorSection(), torch.device("cpu"), "fp32") < 1e14
