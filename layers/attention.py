@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .base import Flops
 from .context import Context
-from .cut import SequenceCut
+from .context_parallel import SequenceShard
 from .errors import is_count, require
 from .heads import ProjectionOptions
 from .parameters import always_used
@@ -75,11 +75,11 @@ class AttentionMixer(ProjectedMixer):
     ) -> tuple[Tensor, AttentionState | None]:
         halo = self.halo(context)
         if halo is not None:
-            assert context.cut is not None
-            return self._attend_with_halo(heads, halo, context.cut), None
+            assert context.shard is not None
+            return self._attend_with_halo(heads, halo, context.shard), None
         state = state or AttentionState()
         k, v, rows = self._append(state, heads.k, heads.v)
-        y = self.attend(heads.q, k, v, state, context.whole)
+        y = self.attend(heads.q, k, v, state, context.row_lengths)
         if not context.want_state:
             return y, None
         position = state.position + heads.q.shape[1]
@@ -107,17 +107,17 @@ class AttentionMixer(ProjectedMixer):
         """Sink fields of the state at `position`, from keys and values that still start at token 0."""
         return None, None
 
-    def _attend_with_halo(self, heads: Projected, halo: int, cut: SequenceCut) -> Tensor:
+    def _attend_with_halo(self, heads: Projected, halo: int, shard: SequenceShard) -> Tensor:
         """Of a chunk whose first document may go on from the rank before, which gives its last keys."""
-        first, *rest = cut.lengths or (cut.length,)
+        first, *rest = shard.lengths or (shard.length,)
         q, both = heads.q, torch.stack((heads.k, heads.v))
-        before = cut.previous(both[:, :, cut.length - halo :]) if halo else both[:, :, :0]
-        sinks = self._earlier_sinks(both, cut)
+        before = shard.previous(both[:, :, shard.length - halo :]) if halo else both[:, :, :0]
+        sinks = self._earlier_sinks(both, shard)
         q = always_used(q, before, sinks)
-        state = AttentionState(cut.carried)
-        if self.sinks_kept(cut.carried):
+        state = AttentionState(shard.carried)
+        if self.sinks_kept(shard.carried):
             state.sink_k, state.sink_v = sinks
-        before = before[:, :, halo - self.keys_kept(cut.carried) :]
+        before = before[:, :, halo - self.keys_kept(shard.carried) :]
         k, v = torch.cat((before, both[:, :, :first]), 2)
         y = self.attend(q[:, :first], k, v, state, ())
         if not rest:
@@ -125,18 +125,18 @@ class AttentionMixer(ProjectedMixer):
         k, v = both[:, :, first:]
         return torch.cat((y, self.attend(q[:, first:], k, v, AttentionState(), rest)), 1)
 
-    def _earlier_sinks(self, both: Tensor, cut: SequenceCut) -> Tensor:
+    def _earlier_sinks(self, both: Tensor, shard: SequenceShard) -> Tensor:
         """Keys and values `[2, B, sinks, G, D]` of the sinks of this rank's first document that earlier ranks
         hold, zeros for others. `both`: of this rank's chunk."""
         sinks = self.sinks_before(self.options)
         if not sinks:
             return both[:, :, :0]
-        pieces = cut.lengths or (cut.length,)
-        begin = cut.carried if len(pieces) == 1 else 0  # of the last piece in its document
-        own = both[:, :, cut.length - pieces[-1] :][:, :, : max(0, sinks - begin)]
+        pieces = shard.lengths or (shard.length,)
+        begin = shard.carried if len(pieces) == 1 else 0  # of the last piece in its document
+        own = both[:, :, shard.length - pieces[-1] :][:, :, : max(0, sinks - begin)]
         beside = min(begin, sinks), max(0, sinks - begin - pieces[-1])
-        given = cut.earlier(F.pad(own, (0, 0, 0, 0, *beside)))  # each at its place in the document
-        return given[(cut.start - cut.carried) // cut.length :].sum(0)
+        given = shard.earlier(F.pad(own, (0, 0, 0, 0, *beside)))  # each at its place in the document
+        return given[(shard.start - shard.carried) // shard.length :].sum(0)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, lengths: Sequence[int]

@@ -173,15 +173,15 @@ class Mixer(nn.Module):
         return None
 
     @classmethod
-    def check_cut(cls, options: Any, site: Site, size: int, tokens: int) -> None:
-        """Whether rows of `tokens` can be cut over `size` ranks at this layer; LayerError if not.
+    def check_sharding(cls, options: Any, site: Site, size: int, tokens: int) -> None:
+        """Whether rows of `tokens` can be sharded over `size` ranks at this layer; LayerError if not.
 
-        A mixer whose ranks know how to exchange what they need (see `cut.SequenceCut`) overrides this and
-        `cut_bytes`.
+        A mixer whose ranks know how to exchange what they need (see `context_parallel`) overrides this and
+        `exchange_bytes`.
         """
         raise LayerError(
-            f"layer {site.layer} ({cls.kind}) has no way to cut a sequence over {size} ranks: its kind does "
-            "not say how its ranks exchange what they need"
+            f"layer {site.layer} ({cls.kind}) has no way to shard a sequence over {size} ranks: its kind "
+            "does not say how its ranks exchange what they need"
         )
 
     def forward(self, x: Tensor, context: Context | None = None, state: Any = None) -> tuple[Tensor, Any]:
@@ -201,11 +201,11 @@ class Mixer(nn.Module):
             context = Context.of(x)
         if context.lengths and sum(context.lengths) != x.shape[1]:
             raise LayerError(f"documents of {context.lengths} tokens in a row of {x.shape[1]}")
-        if context.cut is not None:
-            context.refuse_chunk(x)
+        if context.shard is not None:
+            context.refuse_shard(x)
             if state is not None:
-                raise LayerError("a sequence cut over ranks goes on from no state")
-            self.check_cut(self.options, self.site, context.cut.size, context.cut.tokens)
+                raise LayerError("a sequence sharded over ranks goes on from no state")
+            self.check_sharding(self.options, self.site, context.shard.size, context.shard.tokens)
         if context.lengths and (context.want_state or state is not None):
             y, after = self.mix_documents(x, context, self._own_states(context, state))
         else:
@@ -297,7 +297,7 @@ class Mixer(nn.Module):
         """Bytes of one sequence's state after `context_length` tokens, for activations of `element_size`."""
         raise NotImplementedError
 
-    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
         """Bytes that `size` ranks which share `rows` rows of `tokens` tokens send each other in one forward
         pass, all of them together; the backward pass sends as many.
 

@@ -1,4 +1,4 @@
-"""What one call knows beside its tokens: documents, routes, the first layer's values, the cut over ranks."""
+"""What one call knows beside its tokens: documents, routes, the first layer's values, its shard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cut import SequenceCut
+from .context_parallel import SequenceShard
 from .errors import LayerError, shown
 
 
@@ -34,9 +34,9 @@ class Context:
     """What layers of this call compute alike, by a key of their own: rotary tables."""
     statistics: dict[str, Tensor] | None = None
     """Where mixers leave scalars for monitoring, keyed `layer_index/name`; None: do not compute them."""
-    cut: SequenceCut | None = None
-    """How the row is cut over ranks. Then x and the fields above are of this rank's chunk alone, whose first
-    piece may go on with the document that the rank before ends with (`cut.continues`)."""
+    shard: SequenceShard | None = None
+    """This rank's share of a row. Then x and the fields above are of it alone, and its first segment may go
+    on with the document that the rank before ends with (`shard.continues`)."""
 
     @classmethod
     def of(
@@ -45,25 +45,25 @@ class Context:
         cu_seqlens: Tensor | None = None,
         *,
         want_state: bool = True,
-        cut: SequenceCut | None = None,
+        shard: SequenceShard | None = None,
         **more: Any,
     ) -> Context:
-        """Context of a call with input `x` `[B, T, ...]`; with a `cut`, which knows the documents, `x` is
-        this rank's chunk.
+        """Context of a call with input `x` `[B, T, ...]`; with a `shard`, which knows the documents, `x` is
+        this rank's share of the tokens.
 
-        Raises LayerError when there are no tokens, `cu_seqlens` does not cut the row into non-empty
-        documents, or the chunk is not what `cut` says.
+        Raises LayerError when there are no tokens, `cu_seqlens` does not divide the row into
+        non-empty documents, or `x` is not what `shard` says.
         """
         if x.shape[0] < 1 or x.shape[1] < 1:
             raise LayerError(f"a call needs at least one sequence and one token, got shape {tuple(x.shape)}")
-        if cut is not None:
+        if shard is not None:
             if cu_seqlens is not None:
-                raise LayerError("a row cut over ranks has its documents in the cut: leave cu_seqlens out")
-            if cut.lengths:
-                borders = [0, *accumulate(cut.lengths)]
+                raise LayerError("the shard knows the row's documents: leave cu_seqlens out")
+            if shard.lengths:
+                borders = [0, *accumulate(shard.lengths)]
                 cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
-        found = cls(cu_seqlens, document_lengths(cu_seqlens, x), want_state, cut=cut, **more)
-        found.refuse_chunk(x)
+        found = cls(cu_seqlens, document_lengths(cu_seqlens, x), want_state, shard=shard, **more)
+        found.refuse_shard(x)
         return found
 
     def note(self, layer: int, **values: Tensor) -> None:
@@ -72,21 +72,22 @@ class Context:
         self.statistics.update({f"{layer}/{name}": x.detach().float().mean() for name, x in values.items()})
 
     @property
-    def whole(self) -> tuple[int, ...]:
-        """The documents' lengths in the whole row, be it cut over ranks or not."""
-        return self.lengths if self.cut is None else self.cut.whole
+    def row_lengths(self) -> tuple[int, ...]:
+        """The documents' lengths in the whole row, be it sharded over ranks or not."""
+        return self.lengths if self.shard is None else self.shard.row_lengths
 
-    def refuse_chunk(self, x: Tensor) -> None:
-        """LayerError unless `x` is a chunk as the cut, if there is one, has them, and no state is wanted."""
-        if self.cut is None:
+    def refuse_shard(self, x: Tensor) -> None:
+        """LayerError unless `x` has the shard's tokens, if there is one, and no state is wanted."""
+        shard = self.shard
+        if shard is None:
             return
-        if x.shape[1] != self.cut.length:
+        if x.shape[1] != shard.length:
             raise LayerError(
-                f"{x.shape[1]} tokens on rank {self.cut.rank}; {self.cut.tokens} tokens over {self.cut.size} "
-                f"ranks are {self.cut.length} each"
+                f"{x.shape[1]} tokens on rank {shard.rank}; {shard.tokens} tokens over {shard.size} ranks "
+                f"are {shard.length} each"
             )
         if self.want_state:
-            raise LayerError("no state is kept of a sequence cut over ranks: set want_state to False")
+            raise LayerError("no state is kept of a sequence sharded over ranks: set want_state to False")
 
     def alone(self, index: int) -> Context:
         """The context of one packed document without what it has for every token: its own routes."""

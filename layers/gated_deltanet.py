@@ -159,7 +159,7 @@ class DeltaMixer(Mixer):
         cls.heads(options, site.hidden_size)
 
     @classmethod
-    def check_cut(cls, options: Any, site: Site, size: int, tokens: int) -> None:
+    def check_sharding(cls, options: Any, site: Site, size: int, tokens: int) -> None:
         """Ranks exchange states, and the tokens that the convolutions see."""
         if options.use_short_conv:
             refuse_short_chunks(f"layer {site.layer} ({cls.kind})", options.conv_size, size, tokens)
@@ -177,8 +177,8 @@ class DeltaMixer(Mixer):
     def mix(self, x: Tensor, context: Context, state: DeltaState | None) -> tuple[Tensor, DeltaState | None]:
         state = state or DeltaState()
         u_q, u_k, u_v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if context.cut is not None and self.options.use_short_conv:
-            u_q, lasts = last_of_rank(context.cut, self.options.conv_size, u_q, u_k, u_v)
+        if context.shard is not None and self.options.use_short_conv:
+            u_q, lasts = last_of_rank(context.shard, self.options.conv_size, u_q, u_k, u_v)
             state = DeltaState(0, None, *lasts)
         q, conv_q = self._convolve("q", u_q, state.conv_q, context)
         k, conv_k = self._convolve("k", u_k, state.conv_k, context)
@@ -245,7 +245,7 @@ class DeltaMixer(Mixer):
             held += (2 * self.key_width + self.v_width) * self.options.conv_size * element_size
         return held
 
-    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
         width = self.num_v_heads * self.head_k_dim * (self.head_k_dim + self.head_v_dim)
         sent = states_bytes(rows, size, width, element_size)
         if self.options.use_short_conv:

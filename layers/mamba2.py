@@ -130,7 +130,7 @@ class Mamba2(Mixer):
         cls.heads(options, site.hidden_size)
 
     @classmethod
-    def check_cut(cls, options: Any, site: Site, size: int, tokens: int) -> None:
+    def check_sharding(cls, options: Any, site: Site, size: int, tokens: int) -> None:
         """Ranks exchange states, and the tokens that the convolution sees."""
         refuse_short_chunks(f"layer {site.layer} ({cls.kind})", options.conv_size, size, tokens)
 
@@ -149,8 +149,8 @@ class Mamba2(Mixer):
     ) -> tuple[Tensor, Mamba2State | None]:
         state = state or Mamba2State()
         z, u, dt = self.in_proj(x).split((self.inner, self.conv_width, self.num_heads), -1)
-        if context.cut is not None:
-            u, lasts = last_of_rank(context.cut, self.options.conv_size, u)
+        if context.shard is not None:
+            u, lasts = last_of_rank(context.shard, self.options.conv_size, u)
             state = Mamba2State(0, None, *lasts)
         mixed, conv = self.conv1d(u, state.conv, context.lengths)
         inner, b, c = mixed.split((self.inner, self.group_width, self.group_width), -1)
@@ -199,7 +199,7 @@ class Mamba2(Mixer):
         recurrent = self.inner * self.options.state_size * max(element_size, 4)
         return recurrent + self.conv_width * self.options.conv_size * element_size
 
-    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
         width = self.inner * self.options.state_size + self.num_heads
         seen = (self.options.conv_size - 1) * self.conv_width
         return states_bytes(rows, size, width, element_size) + (size - 1) * rows * seen * element_size

@@ -51,7 +51,7 @@ def always_used(y: Tensor, *tensors: Tensor) -> Tensor:
     return _AlwaysUsed.apply(y, *tensors) if torch.is_grad_enabled() else y
 
 
-class _Together(torch.autograd.Function):
+class _OrderedGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(tensor.view_as(tensor) for tensor in tensors)
@@ -61,7 +61,7 @@ class _Together(torch.autograd.Function):
         return grads
 
 
-def together(*parameters: Tensor | None) -> Sequence[Any]:
+def ordered_gradients(*parameters: Tensor | None) -> Sequence[Any]:
     """`parameters` themselves, whose gradients come one after another in this order, once all are known.
 
     For parameters that are used in several places, or in places that are not the same on every rank: ZeRO
@@ -72,5 +72,5 @@ def together(*parameters: Tensor | None) -> Sequence[Any]:
     if not torch.is_grad_enabled():
         return parameters
     # A node of its own for each: torch runs leaves that are ready at the same time in no certain order.
-    made = iter(_Together.apply(*(parameter.view_as(parameter) for parameter in given)))
+    made = iter(_OrderedGradients.apply(*(parameter.view_as(parameter) for parameter in given)))
     return tuple(None if parameter is None else next(made) for parameter in parameters)

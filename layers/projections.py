@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from . import value_residual
 from .base import Flops, Mixer, MixerState, Site
 from .context import Context
-from .cut import share_of
+from .context_parallel import heads_per_rank
 from .errors import LayerError
 from .heads import Heads, ProjectionOptions
 from .norms import make_norm
 from .parameters import initialise
 from .rope import Rotary, positions, rotary, rotate
-from .shift import Last, last_token, shift_ramp, token_shift
+from .token_shift import Last, last_token, shift_ramp, token_shift
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Shift(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """What a softmax mixer's attention works on; of a sequence cut over ranks all tokens, and this rank's
+    """What a softmax mixer's attention works on; of a sequence sharded over ranks all tokens, and this rank's
     share of heads."""
 
     q: Tensor  # [B, T, H, D], normalised and rotated
@@ -69,7 +69,7 @@ class Projected(NamedTuple):
 class ProjectedMixer(Mixer):
     """Base of the softmax mixers; a subclass adds its attention, `core`, between `project` and `output`.
 
-    A sequence cut over ranks is crossed by heads: after the linear maps and the token shift every rank gets
+    Ranks that share a sequence trade tokens for heads: after the linear maps and the token shift each gets
     all tokens for its share of heads, attends as if it were alone, and gives its heads' outputs back. Or by a
     halo, where a mixer sees only so many keys before a rank's chunk (`keys_before`): the rank before gives
     these, and all heads stay.
@@ -139,11 +139,11 @@ class ProjectedMixer(Mixer):
         heads, shared, *_ = cls.heads(options, site.hidden_size)
         if heads % size or (shared % size and size % shared):
             return count
-        by_heads = tokens * (share_of(heads, size) + share_of(shared, size))
+        by_heads = tokens * (heads_per_rank(heads, size) + heads_per_rank(shared, size))
         return count if (count + sinks * size / 2) * shared < by_heads else None
 
     @classmethod
-    def check_cut(cls, options: Any, site: Site, size: int, tokens: int) -> None:
+    def check_sharding(cls, options: Any, site: Site, size: int, tokens: int) -> None:
         if cls.halo_of(options, site, size, tokens) is not None:
             return
         heads, shared, *_ = cls.heads(options, site.hidden_size)
@@ -155,8 +155,8 @@ class ProjectedMixer(Mixer):
         if faults:
             raise LayerError(
                 f"layer {site.layer} ({cls.kind}) has {heads} query heads and {shared} key/value heads, for "
-                f"{tokens} tokens cut over {size} ranks: {' and '.join(faults)} cannot be shared out equally "
-                "(key/value heads may also be fewer than the ranks, if they divide them)"
+                f"{tokens} tokens sharded over {size} ranks: {' and '.join(faults)} cannot be shared out "
+                "equally (key/value heads may also be fewer than the ranks, if they divide them)"
             )
 
     @classmethod
@@ -227,8 +227,8 @@ class ProjectedMixer(Mixer):
             last: Sequence[Last] = _last(state)
             if context.want_state:
                 shift = Shift(*(last_token(x, context.lengths) for x in (q, k, v)))
-            if context.cut is not None:
-                (q, k, v), last = context.cut.halo(q, k, v)
+            if context.shard is not None:
+                (q, k, v), last = context.shard.halo(q, k, v)
             q = token_shift(q, self.x_q, last[0], lengths=context.lengths)
             k = token_shift(k, self.x_k, last[1], lengths=context.lengths)
             v = token_shift(v, self.x_v, last[2], lengths=context.lengths)
@@ -236,8 +236,8 @@ class ProjectedMixer(Mixer):
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
         if self._by_heads(context):
-            assert context.cut is not None
-            q, k, v, *gates = context.cut.to_heads(q, k, v, *(() if gate is None else (gate[..., None],)))
+            assert context.shard is not None
+            q, k, v, *gates = context.shard.to_heads(q, k, v, *(() if gate is None else (gate[..., None],)))
             gate = None if gate is None else gates[0].squeeze(-1)
         if self.options.qk_norm != "none":
             q, k = self.ln_q(q), self.ln_k(k)
@@ -247,17 +247,17 @@ class ProjectedMixer(Mixer):
         return Projected(q, k, v, shift, gate)
 
     def halo(self, context: Context) -> int | None:
-        """`halo_of` for a call; None too where the sequence is not cut."""
-        cut = context.cut
-        return None if cut is None else self.halo_of(self.options, self.site, cut.size, cut.tokens)
+        """`halo_of` for a call; None too where the sequence is not sharded."""
+        shard = context.shard
+        return None if shard is None else self.halo_of(self.options, self.site, shard.size, shard.tokens)
 
     def _by_heads(self, context: Context) -> bool:
-        return context.cut is not None and self.halo(context) is None
+        return context.shard is not None and self.halo(context) is None
 
     def _rotary(self, q: Tensor, context: Context, start: int | tuple[int, ...]) -> Rotary:
-        lengths = context.whole
-        if context.cut is not None and not self._by_heads(context):
-            lengths, start = context.lengths, context.cut.carried
+        lengths = context.row_lengths
+        if context.shard is not None and not self._by_heads(context):
+            lengths, start = context.lengths, context.shard.carried
             if lengths:
                 start = (start, *[0] * (len(lengths) - 1))
         settings = (self.rotary_dim, self.options.rotary_base, self.options.rotary_style)
@@ -278,14 +278,14 @@ class ProjectedMixer(Mixer):
 
     def own(self, parameter: Tensor, context: Context) -> Tensor:
         """A parameter of all query heads `[H]` for the heads that `project` gave."""
-        if context.cut is None or not self._by_heads(context):
+        if context.shard is None or not self._by_heads(context):
             return parameter
-        return parameter[context.cut.own(self.num_heads)]
+        return parameter[context.shard.own_heads(self.num_heads)]
 
     def output(self, y: Tensor, x: Tensor, context: Context) -> Tensor:
         """The heads' outputs, in the form of `project`'s queries, to `[B, T, C]` in x's dtype."""
-        if context.cut is not None and self._by_heads(context):
-            y = context.cut.to_tokens(y)
+        if context.shard is not None and self._by_heads(context):
+            y = context.shard.to_tokens(y)
         return self.c_proj(y.flatten(-2)).to(x.dtype)
 
     def projection_flops(self) -> Flops:
@@ -298,7 +298,7 @@ class ProjectedMixer(Mixer):
                 products += size * self.kv_width  # the shared values, from the embeddings
         return Flops(2.0 * products)
 
-    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
         """Each rank sends the other ranks their heads' part of its queries, keys and values, and later their
         tokens' part of its heads' outputs; or the next one its last keys and values, and all later ones its
         sinks. For the token shift its last token goes to the next rank."""
@@ -306,7 +306,7 @@ class ProjectedMixer(Mixer):
         if halo is not None:
             moved = (2 * halo + size * self.sinks_before(self.options)) * self.kv_width
         else:
-            queries, keys = share_of(self.num_heads, size), share_of(self.num_kv_heads, size)
+            queries, keys = heads_per_rank(self.num_heads, size), heads_per_rank(self.num_kv_heads, size)
             moved = tokens * ((2 * queries + 2 * keys) * self.head_dim + keys * self._gates())
         if self.options.token_shift:
             moved += self.q_width + 2 * self.kv_width

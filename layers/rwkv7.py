@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from . import value_residual
 from .base import Flops, Mixer, MixerState, Site
 from .context import Context
-from .cut import SequenceCut
+from .context_parallel import SequenceShard
 from .errors import LayerError, is_count, require
 from .linear.across import AcrossRanks, states_bytes
 from .linear.rwkv7_op import LEAST_LOG_DECAY, rwkv7_recurrence
 from .norms import compute_dtype
 from .parameters import initialise
 from .registry import register
-from .shift import last_token, previous, shift_ramp
+from .token_shift import last_token, previous, shift_ramp
 
 RECURRENCE = AcrossRanks(rwkv7_recurrence)
 HEAD_DIM = 64
@@ -130,7 +130,7 @@ class RWKV7(Mixer):
         cls.heads(options, site.hidden_size)
 
     @classmethod
-    def check_cut(cls, options: RWKV7Options, site: Site, size: int, tokens: int) -> None:
+    def check_sharding(cls, options: RWKV7Options, site: Site, size: int, tokens: int) -> None:
         """Ranks exchange states, and the token that the shift mixes with."""
 
     @classmethod
@@ -178,8 +178,8 @@ class RWKV7(Mixer):
 
     def mix(self, x: Tensor, context: Context, state: RWKV7State | None) -> tuple[Tensor, RWKV7State | None]:
         state = state or RWKV7State()
-        if context.cut is not None:
-            x, state = self._shift_state(x, context, context.cut)
+        if context.shard is not None:
+            x, state = self._shift_state(x, context, context.shard)
         shifted = self._shifted(x, state.shift, context)
         r, k, v = self.receptance(shifted["r"]), self.key(shifted["k"]), self.value(shifted["v"])
         if self.options.value_residual:
@@ -231,14 +231,14 @@ class RWKV7(Mixer):
             first = value_residual.first_values(self, self.site.hidden_size, context)
         return value_residual.mix_values(v, first, self.v0, self.v2(self.v1(shifted)))
 
-    def _shift_state(self, x: Tensor, context: Context, cut: SequenceCut) -> tuple[Tensor, RWKV7State]:
+    def _shift_state(self, x: Tensor, context: Context, shard: SequenceShard) -> tuple[Tensor, RWKV7State]:
         """The token shifts' part of a state, from the rank before; go on with the returned x."""
         if not self.options.token_shift:
             return x, RWKV7State()
         inputs = [x]
         if self._reads_embedding:
             inputs.append(x if context.embedding is None else context.embedding)
-        (x, *_), lasts = cut.halo(*inputs)
+        (x, *_), lasts = shard.halo(*inputs)
         return x, RWKV7State(0, None, *lasts)
 
     @property
@@ -282,7 +282,7 @@ class RWKV7(Mixer):
         size = self.site.hidden_size
         return size * self.head_dim * max(element_size, 4) + self._shifts * size * element_size
 
-    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
         hidden = self.site.hidden_size
         states = states_bytes(rows, size, 2 * hidden * self.head_dim, element_size)
         return states + (size - 1) * rows * self._shifts * hidden * element_size

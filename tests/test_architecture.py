@@ -53,7 +53,7 @@ def _absolute(node: ast.ImportFrom, module: str, path: Path) -> str:
 
 
 def _imports(module: str) -> Iterator[tuple[str, int]]:
-    """Every module that a file imports (of `from a import b` the module a.b where there is one), with its line."""
+    """List a file's imports with their lines (of `from a import b` the module a.b where there is one)."""
     path = FILES[module]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

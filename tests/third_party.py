@@ -1,4 +1,4 @@
-"""The example layer of docs/layers.md, laid out as an installer leaves a package that names it as an entry point.
+"""The example layer of docs/layers.md, laid out as an installer leaves a package with an entry point.
 
 Under another name, so that who tries the example meets no other of that name.
 """

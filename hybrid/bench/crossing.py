@@ -1,4 +1,4 @@
-"""A KVM layer on a sequence cut over ranks: tokens traded for heads, against its state handed on.
+"""A KVM layer on a sequence sharded over ranks: tokens traded for heads, against its state handed on.
 
 Times are of forward and backward on two ranks of one thread each, taking turns; bytes are those that all
 ranks send in the two passes, for any number of ranks. Ranks of one machine send through memory; what a slower
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hybrid.distributed import world as distributed
 from hybrid.layers import Context, Site
-from hybrid.layers.cut import SequenceCut
+from hybrid.layers.context_parallel import SequenceShard
 from hybrid.layers.kvm.mixer import KVM
 
 from .ranks import Ranks
@@ -53,7 +53,7 @@ class Crossing:
 
     def bytes(self, form: str, tokens: int, size: int) -> int:
         """Of a forward and a backward pass in fp32."""
-        return 2 * self.layer(form).cut_bytes(1, tokens, size, 4)
+        return 2 * self.layer(form).exchange_bytes(1, tokens, size, 4)
 
 
 def compare(crossing: Crossing) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def open_layers(crossing: Crossing, tokens: int) -> None:
 def take(form: str) -> None:
     """Forward and backward."""
     x, layer = _opened["x"], _opened["layers"][form]
-    cut = SequenceCut(None, dist.get_rank(), dist.get_world_size(), _opened["tokens"])
-    y, _ = layer(x, Context.of(x, want_state=False, cut=cut))
+    shard = SequenceShard(None, dist.get_rank(), dist.get_world_size(), _opened["tokens"])
+    y, _ = layer(x, Context.of(x, want_state=False, shard=shard))
     y.backward(torch.ones_like(y))
     dist.barrier()

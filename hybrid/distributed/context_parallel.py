@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid.layers.cut import SequenceCut
+from hybrid.layers.context_parallel import SequenceShard
 
 from .world import COLLECTIVE_TIMEOUT, World
 
@@ -28,8 +28,8 @@ class Piece(NamedTuple):
     ids: Tensor
     labels: Tensor
     cu_seqlens: Tensor | None
-    """None where the rows are cut: the cut knows the documents."""
-    cut: SequenceCut | None = None
+    """None where the rows are sharded: the shard knows the documents."""
+    shard: SequenceShard | None = None
     goes_on: bool = False
     """Its rows, or a packed row's first document, go on from the piece before (see `pieces`)."""
     unfinished: bool = False
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     def arguments(self) -> dict[str, Any]:
         """The model's keyword arguments beside the ids."""
         keep = self.unfinished
-        return {"labels": self.labels, "cu_seqlens": self.cu_seqlens, "cut": self.cut, "want_state": keep}
+        return {"labels": self.labels, "cu_seqlens": self.cu_seqlens, "shard": self.shard, "want_state": keep}
 
 
 def whole(batch: Batch) -> Piece:
@@ -58,7 +58,7 @@ class SequenceRanks:
     rank: int = 0
     size: int = 1
     sent: Counter[str] = field(default_factory=Counter)
-    """Bytes this rank has sent for the sake of the cut, by operation."""
+    """Bytes this rank has sent to share sequences, by operation."""
 
     @classmethod
     def join(cls, world: World, size: int) -> Self:
@@ -86,5 +86,5 @@ class SequenceRanks:
         if self.size == 1:
             return whole(batch)
         lengths = () if batch.cu_seqlens is None else tuple(batch.cu_seqlens.diff().tolist())
-        cut = SequenceCut(self.group, self.rank, self.size, batch.ids.shape[1], lengths, self.sent)
-        return Piece(batch.ids[:, cut.span], batch.labels[:, cut.span], None, cut)
+        shard = SequenceShard(self.group, self.rank, self.size, batch.ids.shape[1], lengths, self.sent)
+        return Piece(batch.ids[:, shard.span], batch.labels[:, shard.span], None, shard)

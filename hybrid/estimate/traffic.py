@@ -68,5 +68,5 @@ def sequence_traffic(model: HybridLM, recipe: Recipe, geometry: Geometry) -> lis
     rows, tokens = (1, geometry.micro_batch * context) if packed else (geometry.micro_batch, context)
     element = 2 if recipe.train.precision == "bf16" else 4
     passes = 3 if recipe.train.activation_checkpointing else 2
-    forward = model.cut_bytes(rows, tokens, size, element) if size > 1 else [0] * len(model.layers)
+    forward = model.exchange_bytes(rows, tokens, size, element) if size > 1 else [0] * len(model.layers)
     return [LayerTraffic(count, count * passes * geometry.accumulation) for count in forward]

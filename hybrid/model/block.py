@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hybrid.errors import UserError
 from hybrid.layers import Context, Flops, Mixer, Site, initialise
-from hybrid.layers.cut import SequenceCut
+from hybrid.layers.context_parallel import SequenceShard
 from hybrid.layers.norms import make_norm
-from hybrid.layers.shift import Last, last_token, shift_ramp, token_shift
+from hybrid.layers.token_shift import Last, last_token, shift_ramp, token_shift
 from hybrid.recipe.schema import ModelSection
 
 from .init import normal_linears, orthogonal
@@ -62,12 +62,12 @@ class FeedForward(nn.Module):
         self.c_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(
-        self, h: Tensor, lengths: tuple[int, ...] = (), last: Last = None, cut: SequenceCut | None = None
+        self, h: Tensor, lengths: tuple[int, ...] = (), last: Last = None, shard: SequenceShard | None = None
     ) -> Tensor:
-        """`h` `[B, T, C]`; for a packed row with its documents' lengths, for a cut one with the cut."""
+        """`h` `[B, T, C]`; for a packed row with its documents' lengths, for a sharded one with the shard."""
         if self.x_k is not None:
-            if cut is not None:
-                (h,), (last,) = cut.halo(h)
+            if shard is not None:
+                (h,), (last,) = shard.halo(h)
             h = token_shift(h, self.x_k, last, fallback="zero", lengths=lengths)
         inner = self.c_fc(h)
         if self.form == "relu2":
@@ -133,7 +133,7 @@ class Block(nn.Module):
         y, mixer_state = self.mixer(h, inner, _each(state, packed, "mixer"))
         x = self._add(x, y)
         h = self.norm_ffn(x)
-        x = self._add(x, self.ffn(h, context.lengths, _each(state, packed, "last"), context.cut))
+        x = self._add(x, self.ffn(h, context.lengths, _each(state, packed, "last"), context.shard))
         after = self._state_after(h, context, mixer_state) if context.want_state else None
         return x, after, inner.first_values
 
@@ -147,10 +147,10 @@ class Block(nn.Module):
         lasts = [None] * len(context.lengths) if last is None else last.split(1)
         return [BlockState(one.position, one, last) for one, last in zip(mixer_state, lasts, strict=True)]
 
-    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
-        """As `Mixer.cut_bytes`, with the feed-forward's token shift."""
+    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+        """As `Mixer.exchange_bytes`, with the feed-forward's token shift."""
         halo = rows * (size - 1) * self.norm_ffn.size * element_size if self.ffn.x_k is not None else 0
-        return self.mixer.cut_bytes(rows, tokens, size, element_size) + halo
+        return self.mixer.exchange_bytes(rows, tokens, size, element_size) + halo
 
     def reset_parameters(self) -> None:
         self.norm_mixer.reset_parameters()

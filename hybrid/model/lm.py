@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hybrid.layers import Context, Flops, LayerError, Mixer, Site, initialise, mixer_class
-from hybrid.layers.cut import SequenceCut
+from hybrid.layers.context_parallel import SequenceShard
 from hybrid.layers.norms import make_norm
 from hybrid.recipe.letters import LayerSpec, layer_specs
 from hybrid.recipe.schema import ModelSection, Recipe
@@ -88,7 +88,7 @@ class HybridLM(nn.Module):
         routes: dict[int, Any] | None = None,
         statistics: dict[str, Tensor] | None = None,
         want_state: bool | None = None,
-        cut: SequenceCut | None = None,
+        shard: SequenceShard | None = None,
         last_only: bool = False,
     ) -> tuple[Tensor, Any] | Loss:
         """Read tokens, going on from `state`; any split of a sequence into calls gives one call's result.
@@ -103,7 +103,7 @@ class HybridLM(nn.Module):
             routes: layer -> routing decisions; a layer found there replays them, another records its own.
             statistics: dict that mixers fill with scalars for monitoring, keyed `layer/name`.
             want_state: whether a state is kept; None: without labels only.
-            cut: how the rows are cut over ranks; ids, labels and logits are then of this rank's chunk, and
+            shard: this rank's shard of the rows; ids, labels and logits are then of its tokens alone, and
                 there are no states. It knows the documents: leave cu_seqlens out.
             last_only: logits of each sequence's last token only, `[B, 1, V]`; for a packed row of N documents
                 `[1, N, V]`. Saves the head's work and memory over a prompt.
@@ -118,7 +118,7 @@ class HybridLM(nn.Module):
         """
         self._check_ids(ids, labels)
         wanted = labels is None if want_state is None else want_state
-        context = Context.of(ids, cu_seqlens, want_state=wanted, cut=cut)
+        context = Context.of(ids, cu_seqlens, want_state=wanted, shard=shard)
         context.routes, context.statistics = routes, statistics
         hidden, after = self._hidden(ids, context, self._block_states(state, context, ids.shape[0]))
         new_state = self._state(after, context) if wanted else None
@@ -250,9 +250,9 @@ class HybridLM(nn.Module):
         shift = self.section.hidden_size * element_size if self.section.ffn_token_shift else 0
         return sum(block.mixer.state_bytes(context, element_size) + shift for block in self._blocks())
 
-    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int = 4) -> list[int]:
-        """Of every block, as `Mixer.cut_bytes`."""
-        return [block.cut_bytes(rows, tokens, size, element_size) for block in self._blocks()]
+    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int = 4) -> list[int]:
+        """Of every block, as `Mixer.exchange_bytes`."""
+        return [block.exchange_bytes(rows, tokens, size, element_size) for block in self._blocks()]
 
     def parameter_parts(self) -> dict[str, int]:
         """Parameters by part, summing to the whole: embedding, mixers by kind, feed-forward, norms, head."""

@@ -215,15 +215,15 @@ class LayerTable:
                     *("layers", letter),
                 )
 
-    def cut_problems(self, size: int, tokens: int) -> list[str]:
-        """Why sequences of `tokens` cannot be cut over `size` ranks, by letter; the table has no faults."""
+    def sharding_problems(self, size: int, tokens: int) -> list[str]:
+        """Why `size` ranks cannot share sequences of `tokens`, by letter; the table has no faults."""
         from hybrid.layers import LayerError, Site, mixer_class
 
         found = []
         for letter in dict.fromkeys(self.letters):
             site = Site(self.model.hidden_size, self.letters.index(letter), len(self.letters))
             try:
-                mixer_class(self.kinds[letter]).check_cut(self.options[letter], site, size, tokens)
+                mixer_class(self.kinds[letter]).check_sharding(self.options[letter], site, size, tokens)
             except LayerError as error:
                 found.append(f"{size} ranks per sequence: {error}")
         return found

@@ -248,7 +248,7 @@ def _cut_problems(recipe: Recipe, table: LayerTable) -> list[str]:
     ranks, tokens = recipe.parallel.sequence, recipe.data.context
     if ranks < 2 or tokens < 1:
         return []
-    found = table.cut_problems(ranks, tokens)
+    found = table.sharding_problems(ranks, tokens)
     if tokens % ranks and not found:
         found = [f"{tokens} tokens (data.context) / {ranks} ranks per sequence does not divide"]
     return found

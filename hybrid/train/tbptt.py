@@ -42,7 +42,7 @@ def cut(whole: Piece, count: int) -> Iterator[Piece]:
     if count == 1:
         yield whole
         return
-    assert whole.cut is None, "a sequence is read in pieces or cut over ranks"
+    assert whole.shard is None, "a sequence is read in pieces or sharded over ranks"
     tokens = whole.ids.shape[1]
     size = -(-tokens // count)
     for first in range(0, size * count, size):

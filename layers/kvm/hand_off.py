@@ -1,4 +1,4 @@
-"""KVM attention of a sequence cut over ranks, its state handed on from rank to rank.
+"""KVM attention of a sequence sharded over ranks, its state handed on from rank to rank.
 
 Only routing and accumulating are sequential. A rank that has got the state before its chunk takes its own
 tokens through these two steps, hands the state on, and then attends at the same time as all others. In the
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cut import SequenceCut
+from ..context_parallel import SequenceShard
 from ..parameters import always_used
 from .attention import KVMSpec, KVMState, Routes, kvm_attention
 from .enter import read_on
@@ -45,7 +45,7 @@ def handed_numbers(spec: KVMSpec, position: int, batch: int, heads: int, size: i
 
 
 def cut_attention(
-    tokens: Tokens, cut: SequenceCut, spec: KVMSpec, *, routes: list[Routes] | None, **settings: Any
+    tokens: Tokens, shard: SequenceShard, spec: KVMSpec, *, routes: list[Routes] | None, **settings: Any
 ) -> tuple[Tensor, list[Routes]]:
     """`kvm_attention` for this rank's chunk.
 
@@ -57,11 +57,11 @@ def cut_attention(
         `[B, t, H, D]`, and the decisions: one entry for each call that was made.
     """
     replay = list(routes or [])
-    pieces = list(cut.lengths or (cut.length,))
+    pieces = list(shard.lengths or (shard.length,))
     calls: list[list[int]] = []
-    hands_on = cut.rank + 1 < cut.size and cut.chunks[cut.rank + 1].carried > 0
+    hands_on = shard.rank + 1 < shard.size and shard.segments[shard.rank + 1].carried > 0
     # The first piece has a state, the last one leaves one, those between are documents of their own.
-    alone = {0} if cut.continues else set()
+    alone = {0} if shard.continues else set()
     alone |= {len(pieces) - 1} if hands_on else set()
     for index, length in enumerate(pieces):
         if calls and index not in alone and index - 1 not in alone:
@@ -70,7 +70,7 @@ def cut_attention(
             calls.append([length])
     parts = tokens.split([sum(lengths) for lengths in calls])
 
-    state, last, handed = _pass_on(parts[-1], cut, spec, hands_on, len(calls) == 1, replay[-1:], settings)
+    state, last, handed = _pass_on(parts[-1], shard, spec, hands_on, len(calls) == 1, replay[-1:], settings)
     outputs, made = [], []
     for index, (part, lengths) in enumerate(zip(parts, calls, strict=True)):
         known = handed if index == len(calls) - 1 and handed else replay[index] if replay else None
@@ -88,7 +88,7 @@ def cut_attention(
 
 def _pass_on(
     tokens: Tokens,
-    cut: SequenceCut,
+    shard: SequenceShard,
     spec: KVMSpec,
     hands_on: bool,
     same: bool,
@@ -107,21 +107,21 @@ def _pass_on(
     state: KVMState | None = None
     made: Routes | None = None
     got = moving
-    for step in range(cut.size - 1):
-        if step == cut.rank and hands_on:
+    for step in range(shard.size - 1):
+        if step == shard.rank and hands_on:
             begin = state.fork() if state is not None and same else KVMState.empty(tokens.k, spec.gated)
             after, made = read_on(
                 *tokens[1:], spec=spec, state=begin, routes=replay[0] if replay else None,
                 norm_weight=settings["norm_weight"], norm_bias=settings["norm_bias"],
             )  # fmt: skip
             moving = always_used(_packed(after, wide), moving)  # even where a document begins here
-        count = handed_numbers(spec, (step + 1) * cut.length, batch, heads, size)
-        moving = cut.hand_on(step, moving, count)
-        if step + 1 == cut.rank and cut.continues:
-            state = _unpacked(moving, tokens.k, spec, cut.carried)
-        if step + 1 == cut.rank:
+        count = handed_numbers(spec, (step + 1) * shard.length, batch, heads, size)
+        moving = shard.hand_on(step, moving, count)
+        if step + 1 == shard.rank and shard.continues:
+            state = _unpacked(moving, tokens.k, spec, shard.carried)
+        if step + 1 == shard.rank:
             got, moving = moving, moving[:0]
-    return state, moving if cut.rank + 1 < cut.size else got, made
+    return state, moving if shard.rank + 1 < shard.size else got, made
 
 
 _FIELDS = ("key_sums", "value_sums", "radius", "window_k", "window_v", "window_gate")

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ..base import Flops, Site
 from ..context import Context
-from ..cut import SequenceCut
+from ..context_parallel import SequenceShard
 from ..errors import LayerError, is_count, require
 from ..heads import Heads, ProjectionOptions
 from ..norms import LayerNorm, compute_dtype
-from ..parameters import always_used, initialise, together
+from ..parameters import always_used, initialise, ordered_gradients
 from ..projections import Projected, ProjectedMixer, ProjectedState
 from ..registry import register
 from .attention import KVMSpec, KVMState, kvm_attention
@@ -156,7 +156,7 @@ class KVM(ProjectedMixer):
             return None
         logits = self.merge_gate(x)
         if context.statistics is not None:
-            mean, deviation = _spread(_gate(logits.detach()), context.cut)
+            mean, deviation = _spread(_gate(logits.detach()), context.shard)
             context.statistics.update(self._named({"gate_mean": mean, "gate_std": deviation}))
         return logits
 
@@ -168,7 +168,7 @@ class KVM(ProjectedMixer):
         layer, routes = self.site.layer, context.routes
         statistics: dict[str, Tensor] | None = None if context.statistics is None else {}
         # Ranks that hand on a state use them in other places than those that do not.
-        weight, bias, front, back = together(
+        weight, bias, front, back = ordered_gradients(
             self.ln_s_k.weight, self.ln_s_k.bias, *self._temperatures(context)
         )
         settings: dict[str, Any] = {
@@ -182,10 +182,10 @@ class KVM(ProjectedMixer):
         }
         operator: KVMState | None = None
         made: Any
-        if context.cut is not None and not self._by_heads(context):
-            y, made = cut_attention(Tokens(q, k, v, gate), context.cut, **settings)
+        if context.shard is not None and not self._by_heads(context):
+            y, made = cut_attention(Tokens(q, k, v, gate), context.shard, **settings)
         else:
-            settings |= {"lengths": context.whole, "want_state": context.want_state}
+            settings |= {"lengths": context.row_lengths, "want_state": context.want_state}
             start = None if state is None else state.operator
             y, operator, made = kvm_attention(q, k, v, gate, state=start, **settings)
         # Sequences no longer than the window reach none of these.
@@ -206,23 +206,23 @@ class KVM(ProjectedMixer):
         return bool(heads % size or (shared % size and size % shared))
 
     @classmethod
-    def check_cut(cls, options: Any, site: Site, size: int, tokens: int) -> None:
+    def check_sharding(cls, options: Any, site: Site, size: int, tokens: int) -> None:
         if not cls.hands_on(options, site, size):
-            super().check_cut(options, site, size, tokens)
+            super().check_sharding(options, site, size, tokens)
         elif tokens % size:
             raise LayerError(
                 f"layer {site.layer} ({cls.kind}): {tokens} tokens do not divide over {size} ranks"
             )
 
     def _by_heads(self, context: Context) -> bool:
-        cut = context.cut
-        return cut is not None and not self.hands_on(self.options, self.site, cut.size)
+        shard = context.shard
+        return shard is not None and not self.hands_on(self.options, self.site, shard.size)
 
-    def cut_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
+    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
         """Where its heads cannot be shared out, each rank but the last sends the next one its state, in at
         least fp32, and its last token for the token shift."""
         if not self.hands_on(self.options, self.site, size):
-            return super().cut_bytes(rows, tokens, size, element_size)
+            return super().exchange_bytes(rows, tokens, size, element_size)
         shape = rows, self.num_kv_heads, self.head_dim
         ends = range(tokens // size, tokens, tokens // size)
         moved = sum(handed_numbers(self.spec, end, *shape) for end in ends) * max(element_size, 4)
@@ -299,12 +299,12 @@ def _gate(logits: Tensor) -> Tensor:
     return torch.exp(z.clamp(max=0)) + torch.relu(z)
 
 
-def _spread(x: Tensor, cut: SequenceCut | None) -> tuple[Tensor, Tensor]:
+def _spread(x: Tensor, shard: SequenceShard | None) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of `x`, over all ranks that share the sequence."""
-    if cut is None:
+    if shard is None:
         return x.mean(), x.std()
     x = x.double()
-    total, squares = cut.gather(torch.stack((x.sum(), x.square().sum()))).sum(0)
-    count = x.numel() * cut.size
+    total, squares = shard.gather(torch.stack((x.sum(), x.square().sum()))).sum(0)
+    count = x.numel() * shard.size
     mean = total / count
     return mean, ((squares - count * mean.square()).clamp(min=0) / (count - 1)).sqrt()

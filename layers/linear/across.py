@@ -1,4 +1,4 @@
-"""Linear recurrences over a sequence that is cut over ranks.
+"""Linear recurrences over a sequence that is sharded over ranks.
 
 The state enters linearly, each value column for itself. A piece that starts from the state S `[K, V]` gives
 
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 class AcrossRanks:
-    """An operator for a call whose sequence may be cut over ranks.
+    """An operator for a call whose sequence may be sharded over ranks.
 
     The transition and the reach come out of the operator itself: K more value columns, which add nothing to
     the state and start from the identity. The operator is one pass so, forward and backward, of about 1.4
@@ -63,14 +63,14 @@ class AcrossRanks:
     def __call__(
         self, context: Context, state: Tensor | None, dtype: torch.dtype, **tokens: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The operator's outputs for this rank's `tokens` `[B, T, ...]`, and its state without a cut."""
-        cut = context.cut
-        if cut is None:
+        """The operator's outputs for this rank's `tokens` `[B, T, ...]`, and its state without a shard."""
+        shard = context.shard
+        if shard is None:
             return self.operator(**tokens, state=state, lengths=context.lengths, dtype=dtype)
-        part = self.part(tokens, context.lengths, cut.continues, dtype)
+        part = self.part(tokens, context.lengths, shard.continues, dtype)
         with torch.autocast(part.end.device.type, enabled=False):
-            earlier = cut.earlier(torch.cat((part.end.flatten(2), part.transition.flatten(2)), -1))
-            if not cut.continues:
+            earlier = shard.earlier(torch.cat((part.end.flatten(2), part.transition.flatten(2)), -1))
+            if not shard.continues:
                 return always_used(part.out, earlier), None
             end, transition = (x.shape[2:] for x in (part.end, part.transition))
             ends, transitions = earlier.split((end.numel(), transition.numel()), -1)

@@ -16,7 +16,7 @@ from ..norms import compute_dtype
 from ..parameters import always_used, initialise
 
 if TYPE_CHECKING:
-    from ..cut import SequenceCut
+    from ..context_parallel import SequenceShard
 
 
 class ShortConv(nn.Module):
@@ -75,17 +75,17 @@ class ShortConv(nn.Module):
 
 
 def last_of_rank(
-    cut: SequenceCut, width: int, u: Tensor, *more: Tensor
+    shard: SequenceShard, width: int, u: Tensor, *more: Tensor
 ) -> tuple[Tensor, list[Tensor | None]]:
     """`u` `[B, T, channels]` to go on with, and `last` for convolutions of `width` over u and each of `more`:
     what the rank before ends with, zero where that is another document; None where one begins here."""
     every, seen = (u, *more), width - 1
     if not seen:
         return u, [None] * len(every)
-    piece = min(seen, (cut.lengths or (seen,))[-1])
+    piece = min(seen, (shard.lengths or (seen,))[-1])
     tail = torch.cat([x[:, -piece:] for x in every], -1).transpose(1, 2)
-    before = cut.previous(F.pad(tail, (seen - piece, 0)))
-    if not cut.continues:
+    before = shard.previous(F.pad(tail, (seen - piece, 0)))
+    if not shard.continues:
         return always_used(u, before), [None] * len(every)
     return u, list(F.pad(before, (1, 0)).split([x.shape[-1] for x in every], 1))
 
@@ -94,8 +94,8 @@ def refuse_short_chunks(layer: str, width: int, size: int, tokens: int) -> None:
     """LayerError unless a chunk has all that a convolution of `width` sees before the next one."""
     if tokens // size < width - 1:
         raise LayerError(
-            f"{layer} sees {width - 1} tokens before each (conv_size {width}), but {tokens} tokens cut over "
-            f"{size} ranks are {tokens // size} each; allowed: at least {size * (width - 1)} tokens"
+            f"{layer} sees {width - 1} tokens before each (conv_size {width}), but {tokens} tokens sharded "
+            f"over {size} ranks are {tokens // size} each; allowed: at least {size * (width - 1)} tokens"
         )
 
 

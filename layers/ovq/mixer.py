@@ -95,7 +95,7 @@ class OVQ(ProjectedMixer):
             chunk=self.options.chunk,
             max_centroids=self.options.max_centroids,
             state=None if state is None else state.operator,
-            lengths=context.whole,
+            lengths=context.row_lengths,
             routes=None if routes is None else routes.get(layer),
         )
         if routes is not None:

@@ -48,7 +48,7 @@ class Slots(Mixer):
         return options.num_heads
 
     @classmethod
-    def check_cut(cls, options, site, size, tokens):
+    def check_sharding(cls, options, site, size, tokens):
         pass
 
 
@@ -64,7 +64,7 @@ class Wide(Mixer):
             )
 
     @classmethod
-    def check_cut(cls, options, site, size, tokens):
+    def check_sharding(cls, options, site, size, tokens):
         if options.num_heads % size:
             raise LayerError(f"layer {site.layer} has {options.num_heads} heads for {tokens} tokens")
 

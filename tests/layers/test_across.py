@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.layers.cut import SequenceCut
+from hybrid.layers.context_parallel import SequenceShard
 from hybrid.layers.linear.across import AcrossRanks, DecayAcrossRanks, fold
 from hybrid.layers.linear.delta_rule import gated_delta_rule
 from hybrid.layers.linear.rwkv7_op import LEAST_LOG_DECAY, rwkv7_recurrence
@@ -52,11 +52,13 @@ def operands(name: str, batch: int) -> tuple[AcrossRanks, dict[str, Tensor]]:
 
 
 def in_parts(across: AcrossRanks, tokens: dict[str, Tensor], size: int, whole: tuple[int, ...]) -> Tensor:
-    cuts = [SequenceCut(None, rank, size, T, whole) for rank in range(size)]
+    shards = [SequenceShard(None, rank, size, T, whole) for rank in range(size)]
     dtype = next(iter(tokens.values())).dtype
     parts = [
-        across.part({name: x[:, cut.span] for name, x in tokens.items()}, cut.lengths, cut.continues, dtype)
-        for cut in cuts
+        across.part(
+            {name: x[:, shard.span] for name, x in tokens.items()}, shard.lengths, shard.continues, dtype
+        )
+        for shard in shards
     ]
     outs = [parts[0].out]
     for rank, part in enumerate(parts[1:], 1):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid.layers.cut import SequenceCut
+from hybrid.layers.context_parallel import SequenceShard
 from hybrid.model import HybridLM
 from hybrid.model.head import IGNORE
 
@@ -36,15 +36,15 @@ def model_of(pattern: str, again: bool) -> HybridLM:
     return model
 
 
-def loss_of(model: HybridLM, row: tuple[int, ...], cut: SequenceCut | None) -> Result:
+def loss_of(model: HybridLM, row: tuple[int, ...], shard: SequenceShard | None) -> Result:
     """Sum of the counted tokens' losses, their number, and its gradients. The last quarter is not counted."""
     batch = ids(T + 1, 1 if row else 2)
     tokens, labels = batch[:, :-1], batch[:, 1:].clone()
     labels[:, T * 3 // 4 :] = IGNORE
-    if cut is not None:
-        tokens, labels = tokens[:, cut.span], labels[:, cut.span]
-    cu_seqlens = borders(*row) if row and cut is None else None
-    found = model(tokens, labels=labels, cu_seqlens=cu_seqlens, cut=cut)
+    if shard is not None:
+        tokens, labels = tokens[:, shard.span], labels[:, shard.span]
+    cu_seqlens = borders(*row) if row and shard is None else None
+    found = model(tokens, labels=labels, cu_seqlens=cu_seqlens, shard=shard)
     found.total.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
@@ -54,7 +54,7 @@ def loss_of(model: HybridLM, row: tuple[int, ...], cut: SequenceCut | None) -> R
 def on_rank(pattern: str, again: bool) -> list[Result]:
     model = model_of(pattern, again)
     rank, size = dist.get_rank(), dist.get_world_size()
-    return [loss_of(model, row, SequenceCut(None, rank, size, T, row)) for row in ROWS]
+    return [loss_of(model, row, SequenceShard(None, rank, size, T, row)) for row in ROWS]
 
 
 @pytest.mark.ranks

@@ -68,7 +68,7 @@ def test_heads_that_cannot_be_shared_out_over_ranks_are_refused(path, monkeypatc
         load(path, ["parallel.sequence=8", "data.context=96", "model.layers.F.num_kv_heads=2"])
     listed = str(error.value)
     has = "layer 4 (full) has 4 query heads and 2 key/value heads, for 96 tokens"
-    assert f"8 ranks per sequence: {has} cut over 8 ranks: 4 query heads cannot" in listed
+    assert f"8 ranks per sequence: {has} sharded over 8 ranks: 4 query heads cannot" in listed
     assert "(kvm)" not in listed
     monkeypatch.undo()
     assert load(path, ["parallel.sequence=4", "model.layers.F.num_kv_heads=2"]).parallel.sequence == 4

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid.layers.shift import last_token, shift_ramp, token_shift
+from hybrid.layers.token_shift import last_token, shift_ramp, token_shift
 
 X = torch.tensor([[[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]]])
 MIX = torch.tensor([1.0, 0.25])

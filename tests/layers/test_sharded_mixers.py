@@ -1,4 +1,4 @@
-"""Every kind of mixer on a sequence cut over ranks: as on one rank, in values, gradients and bytes sent."""
+"""Every kind of mixer sharded over ranks: as on one rank, in values, gradients and bytes sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid.layers import Context, LayerError, Mixer, Site, mixer_class
-from hybrid.layers.cut import SequenceCut
+from hybrid.layers.context_parallel import SequenceShard
 
 from ..third_party import KIND
 from .mixers import HIDDEN, KINDS, assert_same_gradients, build, packed_context, small_options, tokens
@@ -41,14 +41,14 @@ def gradients(mixer: Mixer, x: Tensor, loss: Tensor) -> dict[str, Tensor]:
 def in_rank(kind: str, row: str, changes: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], int, int]:
     """Output, gradients, and the bytes sent forward and in all."""
     batch, whole = ROWS[row]
-    cut = SequenceCut(None, dist.get_rank(), dist.get_world_size(), T, whole)
+    shard = SequenceShard(None, dist.get_rank(), dist.get_world_size(), T, whole)
     mixer = build(kind, **changes)
-    x = tokens(batch, T)[:, cut.span].clone().requires_grad_()
-    y, state = mixer(x, Context.of(x, want_state=False, cut=cut))
+    x = tokens(batch, T)[:, shard.span].clone().requires_grad_()
+    y, state = mixer(x, Context.of(x, want_state=False, shard=shard))
     assert state is None
-    forward = cut.sent.total()
-    found = gradients(mixer, x, weighted(y, cut.span))
-    return y.detach(), found, forward, cut.sent.total()
+    forward = shard.sent.total()
+    found = gradients(mixer, x, weighted(y, shard.span))
+    return y.detach(), found, forward, shard.sent.total()
 
 
 def on_one(kind: str, row: str, changes: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -68,7 +68,7 @@ def check(pool: Any, kind: str, row: str, **changes: Any) -> None:
     together |= {name: sum((one[1][name] for one in found), torch.zeros(())) for name in found[0][1]}
     assert_same_gradients(together, expected, 1e-10)
     batch, _ = ROWS[row]
-    formula = build(kind, **changes).cut_bytes(batch, T, pool.size, 8)
+    formula = build(kind, **changes).exchange_bytes(batch, T, pool.size, 8)
     assert sum(one[2] for one in found) == formula
     assert sum(one[3] for one in found) == 2 * formula
 
@@ -104,8 +104,10 @@ def test_what_does_not_divide_is_refused_with_all_numbers(
     """T012."""
     options = small_options(kind, num_heads=heads, num_kv_heads=shared, head_dim=4, chunk=64)
     with pytest.raises(LayerError) as error:
-        mixer_class(kind).check_cut(options, Site(HIDDEN, 1, 2), size, length)
-    start = f"layer 1 ({kind}) has {heads} query heads and {shared} key/value heads, for {length} tokens cut"
+        mixer_class(kind).check_sharding(options, Site(HIDDEN, 1, 2), size, length)
+    start = (
+        f"layer 1 ({kind}) has {heads} query heads and {shared} key/value heads, for {length} tokens sharded"
+    )
     assert str(error.value).startswith(f"{start} over {size} ranks: {fault}")
 
 
@@ -199,11 +201,11 @@ def test_kvm_hands_its_state_on_where_heads_cannot_be_shared(
 def test_kvm_needs_only_tokens_that_divide():
     options = small_options("kvm", num_heads=6, num_kv_heads=6, head_dim=4)
     KVM = mixer_class("kvm")
-    KVM.check_cut(options, Site(HIDDEN), 4, 128)
+    KVM.check_sharding(options, Site(HIDDEN), 4, 128)
     with pytest.raises(LayerError, match="130 tokens do not divide over 4 ranks"):
-        KVM.check_cut(options, Site(HIDDEN), 4, 130)
+        KVM.check_sharding(options, Site(HIDDEN), 4, 130)
 
 
 def test_another_packages_layer_that_does_not_know_how_is_refused():
-    with pytest.raises(LayerError, match=rf"layer 0 \({KIND}\) has no way to cut a sequence over 2 ranks"):
-        mixer_class(KIND).check_cut(small_options(KIND), Site(HIDDEN), 2, T)
+    with pytest.raises(LayerError, match=rf"layer 0 \({KIND}\) has no way to shard a sequence over 2 ranks"):
+        mixer_class(KIND).check_sharding(small_options(KIND), Site(HIDDEN), 2, T)

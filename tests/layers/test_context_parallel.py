@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid.layers import Context, LayerError, Mixer, Site
-from hybrid.layers.cut import Chunk, SequenceCut, share_of
+from hybrid.layers.context_parallel import Segments, SequenceShard, heads_per_rank
 
 from .mixers import HIDDEN, build
 
@@ -22,20 +22,20 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def alone(size: int, rank: int = 0, tokens: int = T, whole: tuple[int, ...] = ()) -> SequenceCut:
-    """A cut that exchanges nothing."""
-    return SequenceCut(None, rank, size, tokens, whole)
+def alone(size: int, rank: int = 0, tokens: int = T, whole: tuple[int, ...] = ()) -> SequenceShard:
+    """A shard that exchanges nothing."""
+    return SequenceShard(None, rank, size, tokens, whole)
 
 
 def in_rank(x: Tensor, weight: Tensor, operation: str) -> tuple[Tensor, Tensor, dict[str, int]]:
     """`operation` on rank r's `x[r]`: result, gradient of the weighted sum of all ranks' results, bytes."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    cut = SequenceCut(None, rank, size, T)
+    shard = SequenceShard(None, rank, size, T)
     mine = x[rank].clone().requires_grad_()
-    y = cut.to_heads(mine)[0] if operation == "to_heads" else getattr(cut, operation)(mine)
+    y = shard.to_heads(mine)[0] if operation == "to_heads" else getattr(shard, operation)(mine)
     (y * weight[rank]).sum().backward()
     assert mine.grad is not None
-    return y.detach(), mine.grad, dict(cut.sent)
+    return y.detach(), mine.grad, dict(shard.sent)
 
 
 def check(pool: Any, x: Tensor, expected: Tensor, operation: str, sent: list[int]) -> None:
@@ -51,12 +51,12 @@ def check(pool: Any, x: Tensor, expected: Tensor, operation: str, sent: list[int
 
 def earlier_in_rank(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, int]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    cut = SequenceCut(None, rank, size, T)
+    shard = SequenceShard(None, rank, size, T)
     mine = x[rank].clone().requires_grad_()
-    y = cut.earlier(mine)
+    y = shard.earlier(mine)
     (y * weight[rank, :rank]).sum().backward()
     assert mine.grad is not None
-    return y.detach(), mine.grad, cut.sent.total()
+    return y.detach(), mine.grad, shard.sent.total()
 
 
 @pytest.mark.ranks
@@ -86,7 +86,7 @@ class TestExchanges:
         """Fewer heads than ranks are replicated, and their gradients summed."""
         x = numbers(size, B, T // size, heads, 3).requires_grad_()
         row = x.movedim(0, 1).flatten(1, 2)
-        expected = torch.stack([row[:, :, alone(size, rank).own(heads)] for rank in range(size)])
+        expected = torch.stack([row[:, :, alone(size, rank).own_heads(heads)] for rank in range(size)])
         once = (size - 1) * B * T // size * max(1, heads // size) * 3 * 8
         check(rank_pools(size), x, expected, "to_heads", [2 * once] * size)
 
@@ -99,9 +99,9 @@ class TestExchanges:
 
 
 def several(x: list[Tensor]) -> tuple[list[Tensor], int]:
-    cut = SequenceCut(None, dist.get_rank(), dist.get_world_size(), T)
-    found = cut.to_heads(*[part[:, cut.span] for part in x])
-    return found, cut.sent["to_heads"]
+    shard = SequenceShard(None, dist.get_rank(), dist.get_world_size(), T)
+    found = shard.to_heads(*[part[:, shard.span] for part in x])
+    return found, shard.sent["to_heads"]
 
 
 @pytest.mark.ranks
@@ -110,7 +110,7 @@ def test_queries_keys_and_a_gate_travel_together(two_ranks: Any):
     x = [numbers(B, T, heads, size).bfloat16() for heads, size in ((4, 6), (2, 6), (1, 6), (2, 1))]
     for rank, (found, sent) in enumerate(two_ranks.run(several, x)):
         for whole, part in zip(x, found, strict=True):
-            assert torch.equal(part, whole[:, :, alone(2, rank).own(whole.shape[2])])
+            assert torch.equal(part, whole[:, :, alone(2, rank).own_heads(whole.shape[2])])
         assert sent == B * T // 2 * (2 * 6 + 6 + 6 + 1) * 2
 
 
@@ -124,20 +124,20 @@ def test_queries_keys_and_a_gate_travel_together(two_ranks: Any):
     ],
 )
 def test_a_packed_row_is_cut_through_its_documents(whole: tuple[int, ...], chunks: list[Any]):
-    cuts = [alone(2, rank, whole=whole) for rank in range(2)]
-    assert cuts[0].chunks == tuple(Chunk(*chunk) for chunk in chunks)
-    for cut, (lengths, carried) in zip(cuts, chunks, strict=True):
-        assert cut.lengths == (lengths if whole else ())
-        assert (cut.carried, cut.continues) == (carried, carried > 0)
-    assert [cut.span for cut in cuts] == [slice(0, 4), slice(4, 8)]
+    shards = [alone(2, rank, whole=whole) for rank in range(2)]
+    assert shards[0].segments == tuple(Segments(*chunk) for chunk in chunks)
+    for shard, (lengths, carried) in zip(shards, chunks, strict=True):
+        assert shard.lengths == (lengths if whole else ())
+        assert (shard.carried, shard.continues) == (carried, carried > 0)
+    assert [shard.span for shard in shards] == [slice(0, 4), slice(4, 8)]
 
 
 def test_a_document_over_three_ranks_counts_what_came_before():
-    cut = alone(4, 3, 16, whole=(2, 14))
-    assert [chunk.carried for chunk in cut.chunks] == [0, 2, 6, 10]
+    shard = alone(4, 3, 16, whole=(2, 14))
+    assert [chunk.carried for chunk in shard.segments] == [0, 2, 6, 10]
     x = torch.zeros(1, 4, 3)
-    context = Context.of(x, want_state=False, cut=alone(4, 0, 16, whole=(2, 14)))
-    assert (context.lengths, context.whole) == ((2, 2), (2, 14))
+    context = Context.of(x, want_state=False, shard=alone(4, 0, 16, whole=(2, 14)))
+    assert (context.lengths, context.row_lengths) == ((2, 2), (2, 14))
     assert context.cu_seqlens is not None
     assert context.cu_seqlens.tolist() == [0, 2, 4]
 
@@ -148,11 +148,11 @@ def test_a_document_over_three_ranks_counts_what_came_before():
         (lambda: alone(4, tokens=130), "130 tokens do not divide over 4 ranks: 130 / 4 = 32.5"),
         (lambda: alone(2, 2), "rank 2 of a group of 2"),
         (lambda: alone(2, whole=(3, 4)), "documents of (3, 4) tokens in a row of 8"),
-        (lambda: share_of(6, 4), "6 heads cannot be shared out over 4 ranks"),
-        (lambda: Context.of(torch.zeros(1, 5, 3), want_state=False, cut=alone(2)), "5 tokens on rank 0"),
-        (lambda: Context.of(torch.zeros(1, 4, 3), cut=alone(2)), "set want_state to False"),
+        (lambda: heads_per_rank(6, 4), "6 heads cannot be shared out over 4 ranks"),
+        (lambda: Context.of(torch.zeros(1, 5, 3), want_state=False, shard=alone(2)), "5 tokens on rank 0"),
+        (lambda: Context.of(torch.zeros(1, 4, 3), shard=alone(2)), "set want_state to False"),
         (
-            lambda: Context.of(torch.zeros(1, 4, 3), torch.tensor([0, 4]), cut=alone(2)),
+            lambda: Context.of(torch.zeros(1, 4, 3), torch.tensor([0, 4]), shard=alone(2)),
             "leave cu_seqlens out",
         ),
     ],
@@ -166,12 +166,12 @@ def test_a_mixer_that_does_not_know_how_to_cross_a_cut_is_refused():
     class Unknowing(Mixer):
         kind = "unknowing"
 
-    with pytest.raises(LayerError, match=r"layer 3 \(unknowing\) has no way to cut .* over 2 ranks"):
-        Unknowing.check_cut(None, Site(HIDDEN, layer=3, num_layers=4), 2, T)
+    with pytest.raises(LayerError, match=r"layer 3 \(unknowing\) has no way to shard .* over 2 ranks"):
+        Unknowing.check_sharding(None, Site(HIDDEN, layer=3, num_layers=4), 2, T)
 
 
 def test_a_cut_sequence_goes_on_from_no_state():
     mixer = build("full")
     x = torch.zeros(1, 4, HIDDEN, dtype=torch.float64)
     with pytest.raises(LayerError, match="goes on from no state"):
-        mixer(x, Context.of(x, want_state=False, cut=alone(2)), mixer.empty_state(1))
+        mixer(x, Context.of(x, want_state=False, shard=alone(2)), mixer.empty_state(1))

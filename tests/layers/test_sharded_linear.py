@@ -1,4 +1,4 @@
-"""The linear mixers with a sequence cut over ranks, against the same mixer with all of it."""
+"""The linear mixers with a sequence sharded over ranks, against the same mixer with all of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid.layers import Context, LayerError, Site, mixer_class
-from hybrid.layers.cut import SequenceCut
+from hybrid.layers.context_parallel import SequenceShard
 
 from .mixers import HIDDEN, assert_same_gradients, build, packed_context, tokens
 
@@ -59,16 +59,16 @@ def on_rank(case: Case, layouts: list[tuple[int, ...]]) -> list[tuple[Tensor, di
     mixer, results = build(kind, dtype, site=LATER, **changes), []
     for layout in layouts:
         whole = given(layout, dtype)
-        cut = SequenceCut(None, dist.get_rank(), dist.get_world_size(), whole[0].shape[1], layout)
-        x, embedding, weight = (full[:, cut.span].clone() for full in whole)
+        shard = SequenceShard(None, dist.get_rank(), dist.get_world_size(), whole[0].shape[1], layout)
+        x, embedding, weight = (full[:, shard.span].clone() for full in whole)
         x.requires_grad_(), embedding.requires_grad_()
-        y, none = mixer(x, Context.of(x, want_state=False, cut=cut, embedding=embedding))
+        y, none = mixer(x, Context.of(x, want_state=False, shard=shard, embedding=embedding))
         assert none is None
-        sent = cut.sent.total()
+        sent = shard.sent.total()
         found = weighted(mixer, x, embedding, weight, y)
-        results.append((y.detach(), found, sent, cut.sent.total()))
+        results.append((y.detach(), found, sent, shard.sent.total()))
         with torch.no_grad():
-            again, _ = mixer(x, Context.of(x, want_state=False, cut=cut, embedding=embedding))
+            again, _ = mixer(x, Context.of(x, want_state=False, shard=shard, embedding=embedding))
         torch.testing.assert_close(again, y, atol=1e-6, rtol=0)
     return results
 
@@ -96,7 +96,7 @@ def check(pool: Any, case: Case, layouts: list[tuple[int, ...]], tolerance: floa
             for name in wanted
         }
         assert_same_gradients(got, wanted, tolerance)
-        assert sum(sent) == mixer.cut_bytes(x.shape[0], x.shape[1], pool.size, x.element_size())
+        assert sum(sent) == mixer.exchange_bytes(x.shape[0], x.shape[1], pool.size, x.element_size())
         assert sum(both) == 2 * sum(sent)
 
 
@@ -130,15 +130,15 @@ def test_chunks_as_short_as_what_a_convolution_sees(four_ranks: Any, kind: str):
 def test_what_is_sent_does_not_grow_with_the_row(kind: str, sent: int):
     """The first is what docs/layers.md quotes."""
     mixer = mixer_class(kind)(mixer_class(kind).Options(), Site(512))
-    assert mixer.cut_bytes(1, 2048, 2, 4) == mixer.cut_bytes(1, 16384, 2, 4) == sent
+    assert mixer.exchange_bytes(1, 2048, 2, 4) == mixer.exchange_bytes(1, 16384, 2, 4) == sent
 
 
 @pytest.mark.parametrize("kind", ["gated_deltanet", "kimi_delta", "mamba2"])
 def test_shorter_chunks_are_refused_with_the_numbers(kind: str):
     mixer, x = build(kind, torch.float32, site=LATER), tokens(1, 2, torch.float32)
-    context = Context.of(x, want_state=False, cut=SequenceCut(None, 0, 4, 8))
+    context = Context.of(x, want_state=False, shard=SequenceShard(None, 0, 4, 8))
     words = (
-        f"layer 1 ({kind}) sees 3 tokens before each (conv_size 4), but 8 tokens cut over 4 ranks are 2 "
+        f"layer 1 ({kind}) sees 3 tokens before each (conv_size 4), but 8 tokens sharded over 4 ranks are 2 "
         "each; allowed: at least 12 tokens"
     )
     with pytest.raises(LayerError, match=re.escape(words)):

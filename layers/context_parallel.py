@@ -1,7 +1,7 @@
-"""One sequence cut over several ranks: each holds an equal, contiguous chunk of its tokens.
+"""Context parallelism: one sequence over several ranks, each with an equal, contiguous shard of its tokens.
 
-Between mixers a rank works on its own chunk. Inside a mixer the ranks exchange what they must through the
-operations of `SequenceCut`, which are differentiable: the backward pass sends the gradients back.
+Between mixers a rank works on its own shard. Inside a mixer the ranks exchange what they must through the
+operations of `SequenceShard`, which are differentiable: the backward pass sends the gradients back.
 
 All ranks of a group must call the same operations in the same order, and each must keep every result in its
 graph, also one it has no use for (see `halo`): without it that rank's backward pass leaves an exchange out,
@@ -25,27 +25,27 @@ from .errors import LayerError
 from .parameters import always_used
 
 
-class Chunk(NamedTuple):
-    """What one rank holds of a packed row."""
+class Segments(NamedTuple):
+    """The segments of documents in one rank's shard of a packed row."""
 
     lengths: tuple[int, ...]
-    """Of the pieces of documents in it."""
+    """Of the segments."""
     carried: int
-    """Tokens of the first piece's document that stand on earlier ranks; 0: it begins here."""
+    """Tokens of the first segment's document that stand on earlier ranks; 0: it begins here."""
 
 
 @dataclass(frozen=True)
-class SequenceCut:
-    """How one call's row is cut, and how its ranks exchange tensors. Made anew for each call."""
+class SequenceShard:
+    """This rank's shard of one call's row, and how the ranks exchange tensors. Made anew for each call."""
 
     group: Any
     """The torch.distributed group of the ranks that share the sequence; None: all ranks."""
     rank: int
-    """This rank's place in the group: it holds chunk `rank`."""
+    """This rank's place in the group: it holds shard `rank`."""
     size: int
     tokens: int
     """Of the whole row; a multiple of `size`."""
-    whole: tuple[int, ...] = ()
+    row_lengths: tuple[int, ...] = ()
     """Lengths of the documents packed in the whole row; empty for equal rows."""
     sent: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
     """Operation -> bytes this rank has sent to others by it, forward and backward."""
@@ -58,14 +58,14 @@ class SequenceCut:
                 f"{self.tokens} tokens do not divide over {self.size} ranks: {self.tokens} / {self.size} = "
                 f"{self.tokens / self.size:.4g}"
             )
-        if self.whole and (sum(self.whole) != self.tokens or min(self.whole) < 1):
-            raise LayerError(f"documents of {self.whole} tokens in a row of {self.tokens}")
+        if self.row_lengths and (sum(self.row_lengths) != self.tokens or min(self.row_lengths) < 1):
+            raise LayerError(f"documents of {self.row_lengths} tokens in a row of {self.tokens}")
 
     # Who holds what
 
     @property
     def length(self) -> int:
-        """Tokens of a chunk."""
+        """Tokens of a shard."""
         return self.tokens // self.size
 
     @property
@@ -79,36 +79,36 @@ class SequenceCut:
         return slice(self.start, self.start + self.length)
 
     @cached_property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """Of every rank; for equal rows the chunk is one piece that begins with rank 0."""
-        borders = (0, *accumulate(self.whole)) if self.whole else (0, self.tokens)
+    def segments(self) -> tuple[Segments, ...]:
+        """Every rank's; for equal rows the shard is one segment of a document that begins on rank 0."""
+        borders = (0, *accumulate(self.row_lengths)) if self.row_lengths else (0, self.tokens)
         found = []
         for first in range(0, self.tokens, self.length):
             inside = [border for border in borders if first < border < first + self.length]
-            cuts = [first, *inside, first + self.length]
-            lengths = tuple(end - begin for begin, end in pairwise(cuts))
-            found.append(Chunk(lengths, first - max(border for border in borders if border <= first)))
+            ends = [first, *inside, first + self.length]
+            lengths = tuple(end - begin for begin, end in pairwise(ends))
+            found.append(Segments(lengths, first - max(border for border in borders if border <= first)))
         return tuple(found)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """This rank's pieces of documents; empty for equal rows."""
-        return self.chunks[self.rank].lengths if self.whole else ()
+        """Lengths of this rank's segments; empty for equal rows."""
+        return self.segments[self.rank].lengths if self.row_lengths else ()
 
     @property
     def carried(self) -> int:
         """Tokens of this rank's first document that stand on earlier ranks."""
-        return self.chunks[self.rank].carried
+        return self.segments[self.rank].carried
 
     @property
     def continues(self) -> bool:
-        """Whether this rank's first piece goes on with the previous rank's last document."""
+        """Whether this rank's first segment goes on with the previous rank's last document."""
         return self.carried > 0
 
-    def own(self, heads: int) -> slice:
+    def own_heads(self, heads: int) -> slice:
         """The heads this rank has after `to_heads`, of `heads` in all."""
         first = self.rank * heads // self.size
-        return slice(first, first + share_of(heads, self.size))
+        return slice(first, first + heads_per_rank(heads, self.size))
 
     # Exchanges
 
@@ -165,37 +165,37 @@ class SequenceCut:
             receives[step] = count
         return self._exchange("hand_on", x, sends, receives)
 
-    def halo(self, *chunks: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+    def halo(self, *shards: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """For what looks one token back.
 
         Args:
-            chunks: `[B, T / S, C]` each, with its own C, of one dtype; their last vectors travel together.
+            shards: `[B, T / S, C]` each, with its own C, of one dtype; their last vectors travel together.
 
         Returns:
-            The chunks to go on with, and the vector before each one's first, `[B, C]`: the previous rank's
-            last, or None where a sequence begins with this rank's chunk.
+            The shards to go on with, and the vector before each one's first, `[B, C]`: the previous rank's
+            last, or None where a sequence begins with this rank's shard.
         """
-        last = self.previous(torch.cat([x[:, -1] for x in chunks], -1))
+        last = self.previous(torch.cat([x[:, -1] for x in shards], -1))
         if not self.continues:
-            return [always_used(chunks[0], last), *chunks[1:]], [None] * len(chunks)
-        return list(chunks), list(last.split([x.shape[-1] for x in chunks], -1))
+            return [always_used(shards[0], last), *shards[1:]], [None] * len(shards)
+        return list(shards), list(last.split([x.shape[-1] for x in shards], -1))
 
-    def to_heads(self, *chunks: Tensor) -> list[Tensor]:
+    def to_heads(self, *shards: Tensor) -> list[Tensor]:
         """From all heads of this rank's tokens to all tokens of its share of heads.
 
         Args:
-            chunks: `[B, T / S, heads, size]`, each with its own heads and size, of one dtype; they travel
+            shards: `[B, T / S, heads, size]`, each with its own heads and size, of one dtype; they travel
                 together. Fewer heads than ranks are replicated, if they divide the ranks, and their gradients
                 summed.
 
         Returns:
-            `[B, T, share, size]` each, of the heads `own(heads)`.
+            `[B, T, share, size]` each, of the heads `own_heads(heads)`.
         """
-        batch = chunks[0].shape[0]
+        batch = shards[0].shape[0]
         parts = []
-        for x in chunks:
+        for x in shards:
             heads = x.shape[2]
-            if share_of(heads, self.size) * self.size > heads:
+            if heads_per_rank(heads, self.size) * self.size > heads:
                 x = x.repeat_interleave(self.size // heads, 2)
             parts.append(x.unflatten(2, (self.size, -1)).movedim(2, 0).flatten(3))
         widths = [part.shape[3] for part in parts]
@@ -204,7 +204,7 @@ class SequenceCut:
         y = self._exchange("to_heads", packed, counts, counts)
         y = y.view(self.size, batch, self.length, sum(widths)).movedim(0, 1).flatten(1, 2)
         return [
-            part.unflatten(-1, (-1, x.shape[3])) for part, x in zip(y.split(widths, -1), chunks, strict=True)
+            part.unflatten(-1, (-1, x.shape[3])) for part, x in zip(y.split(widths, -1), shards, strict=True)
         ]
 
     def to_tokens(self, y: Tensor) -> Tensor:
@@ -236,18 +236,18 @@ class SequenceCut:
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cut: SequenceCut, name: str, sends: Sequence[int], receives: Sequence[int]
+        ctx: Any, x: Tensor, shard: SequenceShard, name: str, sends: Sequence[int], receives: Sequence[int]
     ) -> Tensor:
-        ctx.call = cut, name, sends, receives
-        return cut._all_to_all(name, x, sends, receives)
+        ctx.call = shard, name, sends, receives
+        return shard._all_to_all(name, x, sends, receives)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        cut, name, sends, receives = ctx.call
-        return cut._all_to_all(name, grad, receives, sends), None, None, None, None
+        shard, name, sends, receives = ctx.call
+        return shard._all_to_all(name, grad, receives, sends), None, None, None, None
 
 
-def share_of(heads: int, size: int) -> int:
+def heads_per_rank(heads: int, size: int) -> int:
     """Heads each of `size` ranks has, of `heads` in all; LayerError where they cannot be shared out."""
     if heads % size and size % heads:
         raise LayerError(f"{heads} heads cannot be shared out over {size} ranks: neither divides the other")
