@@ -45,12 +45,12 @@ def memory_estimate(model: HybridLM, recipe: Recipe, geometry: Geometry, stage: 
     element = 2 if recipe.train.precision == "bf16" else 4
     ranks = geometry.world_size
     moments = 8 if recipe.optimizer.name == "adamw" else 0
-    passes = geometry.accumulation * recipe.train.carry_chunks
+    passes = geometry.accumulation * recipe.train.tbptt_chunks
     whole = stage == 0 or (stage == 1 and (passes > 1 or element == 2))
     buffers = element * min(parameters, LARGEST_BUCKET) if ranks > 1 else 0
     if stage == 3:
         buffers += element * min(parameters, LARGEST_GATHERED)
-    pieces = recipe.parallel.sequence * recipe.train.carry_chunks
+    pieces = recipe.parallel.sequence * recipe.train.tbptt_chunks
     tokens = geometry.micro_batch * -(-recipe.data.context // pieces)
     return Memory(
         weights=element * parameters / (ranks if stage == 3 else 1),

@@ -33,7 +33,7 @@ class Exchange:
 
 def zero_exchanges(model: HybridLM, recipe: Recipe, geometry: Geometry, stage: int) -> list[Exchange]:
     """DeepSpeed's collectives of one step at a ZeRO stage (as 0.19 does them: stages 1 and 2 all-reduce)."""
-    ranks, micro_batches = geometry.world_size, geometry.accumulation * recipe.train.carry_chunks
+    ranks, micro_batches = geometry.world_size, geometry.accumulation * recipe.train.tbptt_chunks
     parameters = sum(model.parameter_parts().values())
     size = parameters * (2 if recipe.train.precision == "bf16" else 4)
     if stage == 0:

@@ -1,4 +1,4 @@
-"""Whether a model can train in successive pieces (`train.carry_chunks`): no layer may keep every token."""
+"""Whether a model can train in successive pieces (`train.tbptt_chunks`): no layer may keep every token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONG = 2**20
 
 def problem(recipe: Recipe, layers: list[LayerSpec]) -> str | None:
     """What stands against the recipe's pieces, in words."""
-    count, context = recipe.train.carry_chunks, recipe.data.context
+    count, context = recipe.train.tbptt_chunks, recipe.data.context
     if count == 1:
         return None
     import torch

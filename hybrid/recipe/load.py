@@ -31,7 +31,7 @@ from .coerce import coerce, looks_typed, shown
 from .letters import LayerSpec, LayerTable, layer_specs
 from .reader import Key, RecipeError, Source, Tree, dotted, shipped
 from .rules import Geometry
-from .schema import Recipe, SourceSection
+from .schema import RENAMED, Recipe, SourceSection
 
 __all__ = [
     "Geometry",
@@ -109,7 +109,7 @@ def check(recipe: Recipe, world_size: int | None = None) -> None:
     if not found:
         found += [f"{dotted(_CUT)}: {words}" for words in _cut_problems(recipe, table)]
         if carried := carry.problem(recipe, table.specs()):
-            found.append(f"train.carry_chunks: {carried}")
+            found.append(f"train.tbptt_chunks: {carried}")
     if found:
         raise RecipeError(found)
 
@@ -181,7 +181,9 @@ class _Loading:
         result = section()
         for name, value in tree.items():
             inner = (*key, name)
-            if name not in hints:
+            if inner in RENAMED:
+                self._problem(inner, f"was renamed {dotted(RENAMED[inner])}")
+            elif name not in hints:
                 self._problem(inner, f"unknown key{_nearest_key(name, hints, key)}")
             elif dataclasses.is_dataclass(hints[name]):
                 if self._is_table(value, inner):
@@ -224,9 +226,9 @@ class _Loading:
                 for words in _cut_problems(recipe, table):
                     self._problem(_CUT, words)
             self._refuse_idle_defaults(table)
-            carried = {("train", "carry_chunks"), ("data", "context")}
+            carried = {("train", "tbptt_chunks"), ("data", "context")}
             if not self.faulty & carried and (reason := carry.problem(recipe, table.specs())):
-                self._problem(("train", "carry_chunks"), reason)
+                self._problem(("train", "tbptt_chunks"), reason)
             model.layers = table.complete()
             model.defaults = {}
             model.expanded = table.letters

@@ -55,7 +55,7 @@ _RANGES: dict[str, tuple[float, bool, float | None]] = {
     "schedule.final_fraction": (0, True, 1),
     "train.steps": (1, True, 10**8 - 1),
     "train.batch_size": (1, True, 2**20),  # a step's windows are read before its first pass
-    "train.carry_chunks": (1, True, None),
+    "train.tbptt_chunks": (1, True, None),
     "train.micro_batch_size": (1, True, None),
     "train.seed": (0, True, 2**63 - 1),
     "train.checkpoint_every": (1, True, None),
@@ -180,15 +180,15 @@ def _agreements(recipe: Recipe) -> Iterator[Problem]:
     if recipe.parallel.sequence > 1 and recipe.data.order == "document":
         words = "document reads pieces of unequal length, which parallel.sequence above 1 cannot cut equally"
         yield Problem(("data", "order"), words)
-    if train.carry_chunks > recipe.data.context:
-        words = f"{train.carry_chunks} pieces of data.context {recipe.data.context} tokens: more than tokens"
-        yield Problem(("train", "carry_chunks"), words)
-    if train.carry_chunks > 1 and recipe.parallel.sequence > 1:
+    if train.tbptt_chunks > recipe.data.context:
+        words = f"{train.tbptt_chunks} pieces of data.context {recipe.data.context} tokens: more than tokens"
+        yield Problem(("train", "tbptt_chunks"), words)
+    if train.tbptt_chunks > 1 and recipe.parallel.sequence > 1:
         words = (
-            f"a sequence is read in pieces ({train.carry_chunks}) or cut over ranks (parallel.sequence "
+            f"a sequence is read in pieces ({train.tbptt_chunks}) or cut over ranks (parallel.sequence "
             f"{recipe.parallel.sequence}), not both: one of the two must be 1"
         )
-        yield Problem(("train", "carry_chunks"), words)
+        yield Problem(("train", "tbptt_chunks"), words)
     if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
         yield Problem(("optimizer", "betas"), f"is {optimizer.betas}; allowed: two numbers from 0 to below 1")
     if schedule.decay_steps is not None and schedule.shape != "constant":

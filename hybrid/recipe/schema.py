@@ -115,7 +115,7 @@ class TrainSection:
     steps: int = MISSING
     batch_size: int = MISSING
     """Sequences (windows of data.context tokens) per optimizer step over all processes."""
-    carry_chunks: int = 1
+    tbptt_chunks: int = 1
     """Successive pieces in which a sequence is trained on, each with the state that the one before left,
     without its gradient: memory is that of one piece. Not for layers that keep every token (F)."""
     micro_batch_size: int | None = None
@@ -180,3 +180,7 @@ class Recipe:
     train: TrainSection = field(default_factory=TrainSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     monitor: MonitorSection = field(default_factory=MonitorSection)
+
+
+RENAMED = {("train", "carry_chunks"): ("train", "tbptt_chunks")}
+"""Keys of earlier versions -> today's: recipes are refused with the new name, checkpoints are understood."""

@@ -48,7 +48,7 @@ class Engine:
         self.stage = recipe.parallel.zero_stage
         self._section = recipe.optimizer
         self._rho = optimizer.width_ratio(recipe.optimizer, recipe.model.hidden_size)
-        self._accumulation = geometry.accumulation * recipe.train.carry_chunks
+        self._accumulation = geometry.accumulation * recipe.train.tbptt_chunks
         self._micro = 0
         built = optimizer.build(recipe.optimizer, model.named_parameters(), model.no_decay())
         shapes = _shapes(model)
@@ -161,7 +161,7 @@ def settings(recipe: Recipe, geometry: Geometry, parameters: int, world: World) 
         zero |= {"stage3_prefetch_bucket_size": bucket}
     return {
         "train_micro_batch_size_per_gpu": geometry.micro_batch,
-        "gradient_accumulation_steps": geometry.accumulation * recipe.train.carry_chunks,
+        "gradient_accumulation_steps": geometry.accumulation * recipe.train.tbptt_chunks,
         # Left out, it would be 1.0. At stage 0 the engine clips, which has to know the norm anyway.
         "gradient_clipping": recipe.optimizer.clip if recipe.parallel.zero_stage else 0.0,
         "zero_allow_untested_optimizer": True,

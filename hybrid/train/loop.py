@@ -123,7 +123,7 @@ class Run:
         self.held_out = ValidationSet(
             recipe.data,
             recipe.train.eval_tokens,
-            sequences=EVALUATED_WINDOWS if recipe.train.carry_chunks == 1 else 1,
+            sequences=EVALUATED_WINDOWS if recipe.train.tbptt_chunks == 1 else 1,
             rank=world.rank,
             world=world.size,
         )
@@ -212,7 +212,7 @@ class Run:
         rate = self.engine.set_rates(fraction)
         done = step.take(
             self.engine, self.world, batches, self.signals, z_loss=recipe.train.z_loss,
-            carry_chunks=recipe.train.carry_chunks, waited=waited, sharing=self.sharing,
+            tbptt_chunks=recipe.train.tbptt_chunks, waited=waited, sharing=self.sharing,
             between=self._between_passes,
         )  # fmt: skip
         progress.step += 1
@@ -296,7 +296,7 @@ class Run:
     def _statistics(self, batch: Batch) -> dict[str, float]:
         """The mixers' own numbers on the first window of a batch (its first piece), by a forward pass of its
         own: means over the ranks."""
-        length = -(-self.recipe.data.context // self.recipe.train.carry_chunks)
+        length = -(-self.recipe.data.context // self.recipe.train.tbptt_chunks)
         first = stretch(whole(batch), 0, length)
         ids = first.ids[:1]
         piece = self.sharing.piece(replace(batch, ids=ids, labels=ids, cu_seqlens=first.cu_seqlens))
@@ -316,7 +316,7 @@ class Run:
             self.scored = (self.progress.step, validation.Score(math.nan, math.nan, 0))
             return self.scored[1]
         result = validation.score(
-            self.engine.model, self.held_out, self.world, self.recipe.train.carry_chunks
+            self.engine.model, self.held_out, self.world, self.recipe.train.tbptt_chunks
         )
         self.scored = (self.progress.step, result)
         self.monitor.write(

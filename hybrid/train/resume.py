@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from hybrid.checkpoint.tag import Origin, load_weights, newest_weights, tokenizer_of
 from hybrid.distributed.world import TrainError
-from hybrid.recipe.schema import Recipe
+from hybrid.recipe.schema import RENAMED, Recipe
 
 FIXED = {
     "model": None,
     "data": ("sources", "context", "boundaries", "order"),
     "optimizer": ("name", "mup_base_size"),
-    "train": ("batch_size", "carry_chunks", "seed", "precision", "z_loss"),
+    "train": ("batch_size", "tbptt_chunks", "seed", "precision", "z_loss"),
 }
 """Keys that make it another run (None: the whole section)."""
 TOLD = ("optimizer", "schedule", "parallel")
@@ -39,7 +39,7 @@ def check(origin: Origin, recipe: Recipe, tokenizer: str, world_size: int) -> li
             f"the checkpoint's tokenizer has fingerprint {origin.tokenizer[:12]}, that of "
             f"{recipe.data.folder} {tokenizer[:12]}: the data was prepared anew with another one"
         )
-    changes = dict(_changes(origin.recipe, plain(recipe)))
+    changes = dict(_changes(_renamed(origin.recipe), plain(recipe)))
     refused = [text for key, text in changes.items() if _fixed(key)]
     if refused:
         raise TrainError(
@@ -96,6 +96,15 @@ def _same_tokenizer(weights: Path, tokenizer: str) -> None:
 
 def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "a scalar"
+
+
+def _renamed(stored: dict[str, Any]) -> dict[str, Any]:
+    """Give the keys of a recipe stored by an earlier version the names they have today."""
+    found = {section: dict(keys) for section, keys in stored.items()}
+    for (section, old), (_, new) in RENAMED.items():
+        if old in found.get(section, {}):
+            found[section][new] = found[section].pop(old)
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -55,7 +55,7 @@ def take(
     signals: Signals,
     *,
     z_loss: float = 0.0,
-    carry_chunks: int = 1,
+    tbptt_chunks: int = 1,
     waited: float = 0.0,
     sharing: SequenceRanks | None = None,
     between: Callable[[int], object] = lambda passes: None,
@@ -69,7 +69,7 @@ def take(
     Args:
         batches: one a micro-batch.
         z_loss: weight of the mean of logsumexp(logits)^2 in the objective.
-        carry_chunks: passes in which a micro-batch is read, see `pieces`.
+        tbptt_chunks: passes in which a micro-batch is read, see `pieces`.
         waited: seconds this rank waited for the batches.
         sharing: the ranks that read the same batches, each to train on its chunk of them.
         between: called by all ranks after every pass but the last, with the number of passes made.
@@ -82,7 +82,7 @@ def take(
     signals.save = False
     total = max(1.0, float(facts[:, 0].sum()))
     checksum = sum(map(checksum_of, batches)) % 2**32 if sharing.main else 0
-    passes = [piece for share in shares for piece in cut(share, carry_chunks)]
+    passes = [piece for share in shares for piece in cut(share, tbptt_chunks)]
     weight, facts_of_rank = world.size * len(passes) / total, (float(checksum), waited)
     ranks, update = _forward_backward(engine, world, passes, weight, z_loss, facts_of_rank, between)
     losses = ranks[:, 0]

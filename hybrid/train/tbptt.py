@@ -1,7 +1,7 @@
 """A batch read in successive pieces, each going on from the state that the one before left, without gradient.
 
 Truncated backpropagation through time: the losses are those of the whole sequence, the gradients stop where a
-piece begins, and memory is that of one piece (`train.carry_chunks`).
+piece begins, and memory is that of one piece (`train.tbptt_chunks`).
 """
 
 from __future__ import annotations

@@ -28,15 +28,15 @@ class Score(NamedTuple):
 
 
 @torch.no_grad()
-def score(model: nn.Module, held_out: ValidationSet, world: World, carry_chunks: int = 1) -> Score:
-    """Score the held-out text, every batch read in `carry_chunks` pieces; `held_out` gives every rank its own
+def score(model: nn.Module, held_out: ValidationSet, world: World, tbptt_chunks: int = 1) -> Score:
+    """Score the held-out text, every batch read in `tbptt_chunks` pieces; `held_out` gives every rank its own
     batches, equally many, as a partitioned model (ZeRO-3) needs."""
     training = model.training
     model.eval()
     nats, tokens = 0.0, 0
     for batch in held_out:
         carried = Carried()
-        for piece in cut(whole(batch), carry_chunks):
+        for piece in cut(whole(batch), tbptt_chunks):
             loss = carried.read(model, piece, world.device)
             world.pulse.beat("validation")
             nats, tokens = nats + float(loss.total), tokens + int(loss.tokens)

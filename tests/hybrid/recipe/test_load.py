@@ -90,6 +90,13 @@ def test_unknown_keys_are_refused_with_the_nearest(base, override, words):
     assert words in problem
 
 
+def test_an_old_key_is_refused_with_its_new_name(base, write):
+    renamed = "was renamed train.tbptt_chunks"
+    assert refused(base, "train.carry_chunks=2") == [f"train.carry_chunks (command line): {renamed}"]
+    path = write("base: base.yaml\ntrain:\n  carry_chunks: 2\n")
+    assert refused(path) == [f"train.carry_chunks (mine.yaml:3): {renamed}"]
+
+
 @pytest.mark.parametrize(
     "reference", ["${oc.env:HOME}", "${oc.decode:'1'}", "${a b}", "${", "${.steps}", "x${a"]
 )

@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from hybrid import recipe as recipes
+from hybrid.checkpoint.tag import Origin
 from hybrid.data.batch import Batch, Segment
 from hybrid.distributed import world as distributed
 from hybrid.distributed.context_parallel import Piece, whole
 from hybrid.distributed.signals import Signals
+from hybrid.errors import UserError
 from hybrid.model import HybridLM
 from hybrid.model.head import IGNORE
 from hybrid.recipe import Geometry, RecipeError, layer_specs
 from hybrid.recipe.schema import Recipe
-from hybrid.train import step
+from hybrid.train import resume, step
 from hybrid.train import tbptt as pieces
 from hybrid.train.engine import Engine
 from hybrid.train.tbptt import Carried
@@ -103,7 +105,7 @@ def recipe(stage: int) -> Recipe:
     found.model.defaults = {"num_heads": 2, "window": 4, "chunk": 4, "budget_minimum": 4}
     found.optimizer.name, found.optimizer.lr, found.optimizer.clip = "sgd", 1e3, 0.0
     found.optimizer.weight_decay = 0.0
-    found.parallel.zero_stage, found.train.carry_chunks = stage, CHUNKS
+    found.parallel.zero_stage, found.train.tbptt_chunks = stage, CHUNKS
     return found
 
 
@@ -132,7 +134,7 @@ def in_rank(stage: int) -> tuple[float, dict[str, Any], int]:
     engine.set_rates(1.0)
     lengths: list[int] = []
     engine.model.blocks[0].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
-    done = step.take(engine, world, batches(world.rank), Signals(), carry_chunks=CHUNKS)
+    done = step.take(engine, world, batches(world.rank), Signals(), tbptt_chunks=CHUNKS)
     weights = tiny.weights(engine)
     engine.close()
     return done.loss, weights, max(lengths)
@@ -161,7 +163,7 @@ def test_a_step_has_the_whole_loss_and_the_truncated_gradient(two_ranks, stage: 
 
 
 SETTINGS = {
-    "model__pattern": "RW", "data__order": "document", "data__context": 64, "train__carry_chunks": 3,
+    "model__pattern": "RW", "data__order": "document", "data__context": 64, "train__tbptt_chunks": 3,
     "train__batch_size": 2, "train__checkpoint_every": 2, "parallel__zero_stage": 2,
 }  # fmt: skip
 
@@ -177,9 +179,20 @@ def test_a_run_in_pieces_resumes_exactly(two_ranks, tiny_recipe: Path, tmp_path:
     assert again.loss == straight[-1][1]  # it had steps to do
     assert tiny.series(tmp_path / "run")[-2:] == straight[-2:]
     _, words = two_ranks.run(
-        tiny.run, tiny_recipe, tmp_path / "run", **SETTINGS | {"train__carry_chunks": 2}
+        tiny.run, tiny_recipe, tmp_path / "run", **SETTINGS | {"train__tbptt_chunks": 2}
     )[0]
-    assert "train.carry_chunks" in words
+    assert "train.tbptt_chunks" in words
+
+
+def test_a_checkpoint_of_an_earlier_version_holds_the_chunks_under_their_old_name(tiny_recipe: Path):
+    found = recipes.load(tiny_recipe, ["model.pattern=W", "train.tbptt_chunks=2"])
+    stored = resume.plain(found)
+    stored["train"]["carry_chunks"] = stored["train"].pop("tbptt_chunks")
+    origin = Origin(world_size=1, zero_stage=1, precision="fp32", recipe=stored, tokenizer="t")
+    assert resume.check(origin, found, "t", 1) == []
+    found.train.tbptt_chunks = 4
+    with pytest.raises(UserError, match=r"train\.tbptt_chunks: 2 -> 4"):
+        resume.check(origin, found, "t", 1)
 
 
 # Refusals
@@ -190,22 +203,22 @@ def test_a_run_in_pieces_resumes_exactly(two_ranks, tiny_recipe: Path, tmp_path:
     [
         (
             ["model.pattern=RWF"],
-            r"carry_chunks.*: is 4, but layer 2 \('F', full\) keeps every token: its state has 2,\d+ bytes a "
+            r"tbptt_chunks.*: is 4, but layer 2 \('F', full\) keeps every token: its state has 2,\d+ bytes a "
             r"sequence after data.context 16 tokens and \d+ after a piece",
         ),
-        (["model.pattern=R", "data.context=3"], "carry_chunks.*: 4 pieces of data.context 3 tokens"),
-        (["model.pattern=R", "train.carry_chunks=0"], "carry_chunks.* is 0; allowed: 1 or more"),
-        (["model.pattern=R", "parallel.sequence=2"], "carry_chunks.* or cut over ranks .*not both"),
+        (["model.pattern=R", "data.context=3"], "tbptt_chunks.*: 4 pieces of data.context 3 tokens"),
+        (["model.pattern=R", "train.tbptt_chunks=0"], "tbptt_chunks.* is 0; allowed: 1 or more"),
+        (["model.pattern=R", "parallel.sequence=2"], "tbptt_chunks.* or cut over ranks .*not both"),
     ],
 )
 def test_pieces_that_cannot_be_are_refused(tiny_recipe: Path, overrides: list[str], words: str):
     with pytest.raises(RecipeError, match=words):
-        recipes.load(tiny_recipe, ["train.carry_chunks=4", *overrides])
-    recipes.load(tiny_recipe, ["train.carry_chunks=4", "model.pattern=RKWBQGDM"])
+        recipes.load(tiny_recipe, ["train.tbptt_chunks=4", *overrides])
+    recipes.load(tiny_recipe, ["train.tbptt_chunks=4", "model.pattern=RKWBQGDM"])
 
 
 def test_a_recipe_made_in_code_is_checked_too(tiny_recipe: Path):
     found = recipes.load(tiny_recipe)
-    found.train.carry_chunks = 2
+    found.train.tbptt_chunks = 2
     with pytest.raises(RecipeError, match="keeps every token"):
         recipes.check(found)
