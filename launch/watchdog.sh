@@ -16,10 +16,15 @@ descendants() {
     done
 }
 
-quiet_for() { # seconds since the later of the start and the last metrics
-    local last=$begin changed
-    changed=$(stat -c %Y "$run/metrics.jsonl" 2>/dev/null) && [ "$changed" -gt "$last" ] && last=$changed
-    echo $(($(date +%s) - last))
+uptime() { # seconds by a clock that nobody sets
+    local seconds
+    read -r seconds _ </proc/uptime && echo "${seconds%.*}"
+}
+
+look() { # notes when the metrics last changed
+    local found
+    found=$(stat -c "%s %Y %i" "$run/metrics.jsonl" 2>/dev/null)
+    if [ "$found" != "$seen" ]; then seen=$found changed=$(uptime); fi
 }
 
 print_stacks_and_end() {
@@ -38,14 +43,15 @@ print_stacks_and_end() {
 }
 
 for ((attempt = 0; ; attempt++)); do
-    begin=$(date +%s)
+    seen="" changed=$(uptime)
     "$@" &
     child=$!
     trap 'kill -TERM "$child" 2>/dev/null' TERM INT
     while kill -0 "$child" 2>/dev/null; do
         sleep 1 &
         wait $! # so that a signal is acted on at once
-        if [ "$(quiet_for)" -ge "$silence" ]; then print_stacks_and_end; fi
+        look
+        if [ $(($(uptime) - changed)) -ge "$silence" ]; then print_stacks_and_end; fi
     done
     wait "$child"
     code=$?

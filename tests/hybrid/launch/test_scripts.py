@@ -32,12 +32,13 @@ exit 0
 """
 SRUN = """#!/usr/bin/env bash
 # A task a process of this machine; passes SIGTERM on and ends with the highest code, as Slurm's does.
-echo "srun $*" >> "$SAID"
-echo "$MASTER_ADDR $MASTER_PORT $WORLD_SIZE $LOCAL_WORLD_SIZE" >> "$SAID"
+echo "srun $*" | head -n 1 >> "$SAID"
+echo "$MASTER_ADDR $MASTER_PORT $WORLD_SIZE" >> "$SAID"
 while [[ $1 == --* ]]; do shift; done
 trap 'kill -TERM $(jobs -p)' TERM
 for ((task = 0; task < WORLD_SIZE; task++)); do
-    SLURM_PROCID=$task SLURM_LOCALID=0 MASTER_ADDR=127.0.0.1 "$@" &
+    node=$((task < NODES ? task : NODES - 1))
+    SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_NODEID=$node MASTER_ADDR=127.0.0.1 "$@" &
 done
 code=0
 for pid in $(jobs -p); do
@@ -57,18 +58,60 @@ def slurm(tmp_path, monkeypatch):
         path.write_text(text)
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}")
-    variables = SLURM | {"SAID": str(tmp_path / "said"), "HOSTS": "node3\nnode4"}
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    variables = SLURM | {"SAID": str(tmp_path / "said"), "HOSTS": "node3\nnode4", "NODES": "2"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     return tmp_path / "said"
 
 
-def test_the_slurm_script_tells_every_task_its_place(slurm, tmp_path, monkeypatch):
+@pytest.fixture
+def told(tmp_path):
+    """A stand-in for hybrid that notes what a task is told."""
     hybrid = tmp_path / "bin" / "hybrid"
     hybrid.write_text(
-        '#!/usr/bin/env bash\necho "$RANK/$WORLD_SIZE $LOCAL_RANK $*" >> "$SAID"\nexit "$CODE"\n'
+        "#!/usr/bin/env bash\n"
+        'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $*" >> "$SAID"\nexit "$CODE"\n'
     )
     hybrid.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("variables", "sizes"),
+    [
+        ({"SLURM_NTASKS_PER_NODE": "8"}, [8] * 2),
+        ({"SLURM_NTASKS_PER_NODE": "", "SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "3(x2)"}, [3] * 2),
+        ({"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "3,1"}, [3, 1]),
+        (
+            {"SLURM_NTASKS_PER_NODE": "3", "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_JOB_NUM_NODES": "3"},
+            [2, 2, 1],
+        ),
+        ({"SLURM_NTASKS_PER_NODE": ""}, [1, 1]),
+    ],
+)
+def test_the_slurm_script_starts_the_tasks_that_were_granted(slurm, told, monkeypatch, variables, sizes):
+    """On `--ntasks` alone, and where nodes have unequal numbers of tasks."""
+    monkeypatch.setenv("CODE", "0")
+    monkeypatch.setenv("NODES", str(len(sizes)))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    subprocess.run([LAUNCH / "slurm.sbatch", "r.yaml"], timeout=SECONDS, check=True)
+    first, meeting, *tasks = slurm.read_text().splitlines()
+    assert first.startswith(f"srun --ntasks={sum(sizes)} ")
+    assert meeting.split()[-1] == str(sum(sizes))
+    assert {task.split()[0] for task in tasks} == {f"{rank}/{sum(sizes)}" for rank in range(sum(sizes))}
+    assert {int(task.split()[1].partition("/")[2]) for task in tasks} == set(sizes)
+
+
+def test_the_slurm_script_hands_the_cores_of_a_task_on(slurm, told, monkeypatch):
+    monkeypatch.setenv("CODE", "0")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "12")
+    subprocess.run([LAUNCH / "slurm.sbatch", "r.yaml"], timeout=SECONDS, check=True)
+    assert " --cpus-per-task=12 bash -c " in slurm.read_text().splitlines()[0]
+
+
+def test_the_slurm_script_tells_every_task_its_place(slurm, told, monkeypatch):
 
     def run(code: int, restarts: int = 0) -> list[str]:
         slurm.unlink(missing_ok=True)
@@ -80,8 +123,9 @@ def test_the_slurm_script_tells_every_task_its_place(slurm, tmp_path, monkeypatc
 
     first, meeting, *rest = run(0)
     assert first.startswith("srun --ntasks=2 --kill-on-bad-exit=0 --wait=60 bash -c ")
-    assert meeting == "node3 24711 2 1"
-    assert sorted(rest) == [f"{rank}/2 0 train my recipe.yaml train.steps=2" for rank in range(2)]
+    assert meeting == "node3 24711 2"
+    rest = [line for line in rest if line[0].isdigit()]
+    assert sorted(rest) == [f"{rank}/2 0/1 train my recipe.yaml train.steps=2" for rank in range(2)]
     assert run(2)[-1] != "requeue 4711"
     assert run(75, restarts=50)[-1] == "requeue 4711"
     assert run(69)[-1] == "requeue 4711"
@@ -125,6 +169,26 @@ class TestWatchdog:
         done = self.run(tmp_path, self.DIE.format(code=code), RESTARTS="2")
         assert done.returncode == code
         assert len((tmp_path / "count").read_text()) == starts
+
+    def test_a_clock_that_is_set_is_no_hang(self, tmp_path):
+        """A machine's clock put forward by an hour, in a run that logs every half second."""
+        fake = tmp_path / "bin" / "date"
+        fake.parent.mkdir()
+        fake.write_text("#!/usr/bin/env bash\necho $(($(/usr/bin/date +%s) + 3600 * (RANDOM % 2)))\n")
+        fake.chmod(0o755)
+        (tmp_path / "run").mkdir()
+        script = (
+            "import os, time\n"
+            "path = os.path.join(os.path.dirname(os.environ['COUNT']), 'run', 'metrics.jsonl')\n"
+            "for i in range(8):\n"
+            "    open(path, 'a').write('.')\n"
+            "    os.utime(path, (i, 9e9 * (i % 2)))\n"
+            "    time.sleep(0.5)\n"
+            "print('finished')"
+        )
+        path = f"{fake.parent}:{os.environ['PATH']}"
+        done = self.run(tmp_path, script, RESTARTS="0", SILENCE="3", PATH=path)
+        assert (done.returncode, done.stdout) == (0, "finished\n")
 
     def test_a_hang_is_ended_with_every_process_stack(self, tmp_path):
         script = (
