@@ -214,7 +214,7 @@ def test_a_batch_that_does_not_fit_the_hosts_shows_all_numbers(hostfile, capsys)
 def test_the_readmes_four_commands(capsys, monkeypatch):
     """From a laptop to nodes: what it shows is accepted, and the last two are one run."""
     monkeypatch.chdir(ROOT)
-    section = (ROOT / "README.md").read_text().split("## From a laptop to many nodes")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "scaling.md").read_text().split("\n## ")[0]
     lines = re.findall(r"^hybrid .*", section, re.MULTILINE)
     train, machine, dry, real = (shlex.split(line, comments=True) for line in lines)
     assert train == ["hybrid", "train", "recipes/quickstart.yaml"]
