@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.data.preparation.tokenizer import Tokenizer
+from hybrid.data.preparation.tokenizer_training import train_tokenizer
+from hybrid.data.tokenizer import Tokenizer
 
 from .corpus import stdlib_texts
 
@@ -13,7 +14,7 @@ from .corpus import stdlib_texts
 def python_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A BPE model of 1000 ids trained on a little Python."""
     path = tmp_path_factory.mktemp("tokenizer") / "python.model"
-    return Tokenizer.train(stdlib_texts(12), 1000, path)
+    return train_tokenizer(stdlib_texts(12), 1000, path)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hybrid.data.preparation.tokenizer import Tokenizer, train_model
+from hybrid.data.preparation.tokenizer_training import train_model
+from hybrid.data.tokenizer import Tokenizer
 from hybrid.recipe.schema import DataSection, SourceSection
 
 DIGITS = 276

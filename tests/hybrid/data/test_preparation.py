@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.data import DataError, Store, is_prepared, prepare
+from hybrid.data.preparation.prepare import is_prepared, prepare
+from hybrid.data.store import Store
+from hybrid.errors import DataError
 from hybrid.recipe.schema import DataSection, SourceSection
 
 from .corpus import contents, digits_data, stdlib_texts, write_jsonl

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from hybrid.data.preparation.sources import Skips, list_inputs, read_documents
+from hybrid.data.preparation.readers import Skips, read_documents
+from hybrid.data.preparation.sources import list_inputs
 from hybrid.errors import DataError
 from hybrid.recipe.schema import SourceSection
 

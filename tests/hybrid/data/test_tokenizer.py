@@ -9,8 +9,14 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid.data import DataError, Tokenizer
-from hybrid.data.preparation.tokenizer import TRAINING_OPTIONS, TrainingNotes, train_model
+from hybrid.data.preparation.tokenizer_training import (
+    TRAINING_OPTIONS,
+    TrainingNotes,
+    train_model,
+    train_tokenizer,
+)
+from hybrid.data.tokenizer import Tokenizer
+from hybrid.errors import DataError
 
 from .corpus import DIGITS, digit_tokenizer, stdlib_texts
 
@@ -122,8 +128,8 @@ def test_saved_and_loaded_it_is_the_same(python_tokenizer: Tokenizer, tmp_path: 
 
 def test_training_twice_gives_the_same_model(tmp_path: Path) -> None:
     texts = stdlib_texts(3)
-    first = Tokenizer.train(texts, 500, tmp_path / "a.model")
-    assert Tokenizer.train(texts, 500, tmp_path / "b.model").fingerprint == first.fingerprint
+    first = train_tokenizer(texts, 500, tmp_path / "a.model")
+    assert train_tokenizer(texts, 500, tmp_path / "b.model").fingerprint == first.fingerprint
 
 
 def test_too_large_a_vocabulary_names_the_largest_possible(tmp_path: Path) -> None:
@@ -131,18 +137,18 @@ def test_too_large_a_vocabulary_names_the_largest_possible(tmp_path: Path) -> No
     lines = [f"the quick brown fox {number} jumps over the lazy dog" for number in range(20)]
     path = tmp_path / "t.model"
     with pytest.raises(DataError, match=r"vocab_size is 8000, but the text allows at most (\d+)") as caught:
-        Tokenizer.train(lines, 8000, path)
+        train_tokenizer(lines, 8000, path)
     assert list(tmp_path.iterdir()) == []
     largest = int(str(caught.value).split("at most ")[1].split(";")[0])
-    assert Tokenizer.train(lines, largest, path).vocab_size == largest
+    assert train_tokenizer(lines, largest, path).vocab_size == largest
     with pytest.raises(DataError, match=f"at most {largest}"):
-        Tokenizer.train(lines, largest + 1, path)
+        train_tokenizer(lines, largest + 1, path)
     assert Tokenizer.load(path).vocab_size == largest  # the good one is still there
 
 
 def test_too_small_a_vocabulary_names_the_smallest_possible(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"vocab_size is 20, .* need {DIGITS}"):
-        Tokenizer.train(["0123456789 abc\n"], 20, tmp_path / "t.model")
+        train_tokenizer(["0123456789 abc\n"], 20, tmp_path / "t.model")
     assert digit_tokenizer(tmp_path / "t.model").vocab_size == DIGITS
 
 
@@ -150,7 +156,7 @@ def test_too_small_a_vocabulary_names_the_smallest_possible(tmp_path: Path) -> N
 def test_a_tokenizer_of_no_text_is_refused(texts: list[str], tmp_path: Path) -> None:
     """T054."""
     with pytest.raises(DataError, match="no text to train the tokenizer on"):
-        Tokenizer.train(texts, 300, tmp_path / "t.model")
+        train_tokenizer(texts, 300, tmp_path / "t.model")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,7 +164,7 @@ def test_lines_with_nul_are_left_out_of_training_and_counted(tmp_path: Path) -> 
     """T054."""
     notes = TrainingNotes()
     texts = ["0123456789 abc\nwith \0 nul\nabc"] * 3
-    tokenizer = Tokenizer.train(texts, DIGITS, tmp_path / "t.model", notes)
+    tokenizer = train_tokenizer(texts, DIGITS, tmp_path / "t.model", notes)
     assert (notes.lines, notes.lines_with_nul) == (9, 3)
     assert tokenizer.decode(tokenizer.encode(texts[0])) == texts[0]
 

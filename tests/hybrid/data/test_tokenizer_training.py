@@ -9,7 +9,7 @@ import numpy as np
 
 from hybrid.data.preparation.shards import content_hash, held_out
 from hybrid.data.preparation.sources import list_inputs
-from hybrid.data.preparation.tokenizer_sample import BLOCK, training_sample
+from hybrid.data.preparation.tokenizer_training import SAMPLED_RUN, training_sample
 from hybrid.recipe.schema import SourceSection
 
 from .corpus import write_jsonl
@@ -29,11 +29,11 @@ def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path: Path) -> 
         assert sample_of(tmp_path, texts, share, budget=1 << 20) == kept
 
 
-def test_a_sample_smaller_than_the_text_is_fixed_and_takes_blocks_of_long_documents(tmp_path: Path) -> None:
-    texts = ["".join(random.Random(n).choices("abc ", k=BLOCK * 40)) for n in range(3)]
+def test_a_sample_smaller_than_the_text_is_fixed_and_takes_runs_of_long_documents(tmp_path: Path) -> None:
+    texts = ["".join(random.Random(n).choices("abc ", k=SAMPLED_RUN * 40)) for n in range(3)]
     total = sum(map(len, texts))
     sample = sample_of(tmp_path, texts, 0, budget=total // 4)
     assert sample == sample_of(tmp_path, texts, 0, budget=total // 4)
     assert total / 8 < sum(map(len, sample)) < total / 2
-    assert {len(block) for block in sample} == {BLOCK}
-    assert all(any(block in text for text in texts) for block in sample)
+    assert {len(run) for run in sample} == {SAMPLED_RUN}
+    assert all(any(run in text for text in texts) for run in sample)
