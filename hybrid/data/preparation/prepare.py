@@ -174,16 +174,15 @@ class _Plan:
         path, made = self.folder / "tokenizer.model", self.folder / "tokenizer.json"
         if made.is_file() and not again:
             return Tokenizer.load(path)
-        notes = TrainingNotes()
         if self.data.tokenizer is not None:
-            tokenizer = Tokenizer.load(self.data.tokenizer)
-            tokenizer.save(path)
+            tokenizer, notes = Tokenizer.load(self.data.tokenizer), TrainingNotes()
         else:
             sources = {name: (section, self.inputs[name]) for name, section in self.data.sources.items()}
             sample = training_sample(sources, self.data.tokenizer_sample_bytes)
             millions = sum(map(len, sample)) / 1e6
             say(f"training a tokenizer of {self.data.vocab_size} ids on {millions:.1f} million characters")
-            tokenizer = train_tokenizer(sample, self.data.vocab_size, path, notes)
+            tokenizer, notes = train_tokenizer(sample, self.data.vocab_size)
+        tokenizer.save(path)
         content = {
             "fingerprint": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,

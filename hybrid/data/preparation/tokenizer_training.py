@@ -7,7 +7,6 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,22 +91,12 @@ def _sampled_runs(text: str, digest: int, rate: float) -> Iterator[str]:
             yield text[start : start + SAMPLED_RUN]
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, path: str | Path, notes: TrainingNotes | None = None
-) -> Tokenizer:
-    """Train a BPE model of exactly `vocab_size` ids and write it to `path` (whole or not at all).
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tuple[Tokenizer, TrainingNotes]:
+    """Train a BPE tokenizer of exactly `vocab_size` ids.
 
     Raises DataError when there is no text or the vocabulary does not fit it, naming the size that does.
     """
-    tokenizer = Tokenizer(train_model(texts, vocab_size, notes), f"tokenizer {path}")
-    tokenizer.save(path)
-    return tokenizer
-
-
-def train_model(texts: Iterable[str], vocab_size: int, notes: TrainingNotes | None = None) -> bytes:
-    """Train a BPE model of `vocab_size` ids; returns it serialised. Raises DataError as `train_tokenizer`."""
-    notes = TrainingNotes() if notes is None else notes
-    lines = _training_lines(texts, notes)
+    lines, notes = _training_lines(texts)
     if not lines:
         nul = f" ({notes.lines_with_nul} lines with NUL are left out)" if notes.lines_with_nul else ""
         raise DataError(
@@ -121,7 +110,7 @@ def train_model(texts: Iterable[str], vocab_size: int, notes: TrainingNotes | No
         )
     except RuntimeError as error:
         raise DataError(_reason(str(error), vocab_size)) from None
-    return model.getvalue()
+    return Tokenizer(model.getvalue()), notes
 
 
 def _reason(message: str, vocab_size: int) -> str:
@@ -136,9 +125,10 @@ def _reason(message: str, vocab_size: int) -> str:
     return f"training a tokenizer of {vocab_size} ids failed: {message}"
 
 
-def _training_lines(texts: Iterable[str], notes: TrainingNotes) -> list[str]:
+def _training_lines(texts: Iterable[str]) -> tuple[list[str], TrainingNotes]:
     """Cut texts to lines as sentencepiece takes them: no NUL, no U+2581, none empty, none too long."""
     lines: list[str] = []
+    notes = TrainingNotes()
     for text in texts:
         refuse_surrogates(text)
         for line in text.split("\n"):
@@ -150,4 +140,4 @@ def _training_lines(texts: Iterable[str], notes: TrainingNotes) -> list[str]:
                 lines += [
                     part[at : at + LONGEST_TRAINING_LINE] for at in range(0, len(part), LONGEST_TRAINING_LINE)
                 ]
-    return lines
+    return lines, notes

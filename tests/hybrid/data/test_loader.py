@@ -20,7 +20,7 @@ from hybrid.recipe.schema import DataSection
 from .corpus import digits_data
 
 LENGTHS = (5, 100, 33)
-"""Tokens of the documents of T053; with begin and end ids 142 are stored."""
+"""Tokens of the documents; with begin and end ids 142 are stored."""
 
 
 def lengths_data(folder: Path, **settings: Any) -> DataSection:
@@ -40,7 +40,8 @@ def stream(data: DataSection, seed: int, epochs: int) -> list[int]:
 
 
 def test_rows_cut_the_shuffled_documents_and_drop_nothing(tmp_path: Path) -> None:
-    """T053: documents of 5, 100 and 33 tokens at length 32."""
+    """Documents of 5, 100 and 33 tokens at length 32 (recursal/KVM-paper, data/varlen_dataset.py: packing
+    dropped remainders)."""
     data = lengths_data(tmp_path, boundaries="respect")
     (source,) = Store(data).sources.values()
     assert sorted(source.tokens.tolist()) == [7, 35, 102]
@@ -136,7 +137,7 @@ def seen(batches: list[Batch]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])
 def test_no_row_twice_or_missing_in_a_pass_whatever_reads_it(tmp_path: Path, workers: int) -> None:
-    """T052: saved at 2 processes after half a pass, resumed at 1, 2 and 4."""
+    """pytorch/torchtitan#409, #816: saved at 2 processes after half a pass, resumed at 1, 2 and 4."""
     data = numbered(tmp_path, workers=workers)
     half = [Loader(data, seed=0, sequences=2, rank=rank, world=2) for rank in range(2)]
     first = [next(loader) for _ in range(25) for loader in half]
@@ -161,7 +162,7 @@ def test_no_row_twice_or_missing_in_a_pass_whatever_reads_it(tmp_path: Path, wor
 
 
 def test_global_batches_do_not_depend_on_processes_or_threads(tmp_path: Path) -> None:
-    """T050, T052: any start, two sources, respected boundaries."""
+    """pytorch/torchtitan#291, #809: any start, two sources, respected boundaries."""
     texts = {name: [str(n) * (n % 30 + 1) for n in range(40)] for name in ("a", "b")}
     data = digits_data(tmp_path, texts, context=16, weights={"a": 3.0})
     prepare(data)

@@ -94,7 +94,7 @@ def test_sources_without_documents_and_without_files_are_refused(tmp_path: Path)
 
 
 def test_too_large_a_vocabulary_leaves_nothing_half_made(tmp_path: Path) -> None:
-    """T054."""
+    """google/sentencepiece#4, #727."""
     (tmp_path / "a.txt").write_text("twenty lines of text\n" * 20)
     source = SourceSection(paths=[str(tmp_path / "a.txt")], validation=0)
     data = DataSection(folder=str(tmp_path / "out"), sources={"a": source}, vocab_size=8000)

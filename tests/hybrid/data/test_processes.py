@@ -47,35 +47,42 @@ def test_several_processes_give_the_bytes_of_one_and_keep_finished_shards(
     assert contents(tmp_path / "out") == alone
 
 
-def test_a_preparation_of_four_processes_killed_half_way_ends_with_the_same_bytes(
+def test_a_preparation_stopped_and_killed_half_way_ends_with_the_same_bytes(
     tmp_path: Path, python_model: Path
 ) -> None:
-    """T053."""
+    """deepseek-ai/DeepSpec#29: a resumed preparation skipped the wrong rows."""
     data = python_data(tmp_path, python_model, files=14)
     prepare(data, processes=1)
     uninterrupted = contents(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
-    code = (
-        "import sys; from hybrid.data.preparation.prepare import prepare\n"
+    script = tmp_path / "script.py"  # whose lines no worker may run
+    script.write_text(
+        "import signal\n"
+        "from hybrid.data.preparation.prepare import prepare\n"
         "from hybrid.recipe.schema import DataSection, SourceSection\n"
-        "text, out, model = sys.argv[1:]\n"
-        "source = SourceSection(paths=[text], validation=0.2)\n"
-        "prepare(DataSection(folder=out, sources={'py': source}, tokenizer=model), processes=4)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"source = SourceSection(paths=[{str(tmp_path / 'text')!r}], validation=0.2)\n"
+        f"data = DataSection({data.folder!r}, {{'py': source}}, tokenizer={str(python_model)!r})\n"
+        "prepare(data, processes=4)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "text"), data.folder, str(python_model)]
-    run = subprocess.Popen(command)
 
     def finished() -> int:
         return len(list((tmp_path / "out").glob("py/*.json")))
 
-    wait_until(lambda: finished() >= 3 or run.poll() is not None)
-    workers = spawned(run.pid)
-    run.send_signal(signal.SIGKILL)
-    assert run.wait() == -signal.SIGKILL
-    assert len(workers) == 4
-    wait_until(lambda: not any(alive(worker) for worker in workers))
+    for number in (signal.SIGINT, signal.SIGKILL):
+        before = finished()
+        run = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True)
+        wait_until(lambda run=run, before=before: finished() >= before + 2 or run.poll() is not None)
+        workers = spawned(run.pid)
+        run.send_signal(number)
+        _, errors = run.communicate(timeout=60)
+        assert run.returncode == -number
+        assert errors.endswith("KeyboardInterrupt\n" if number == signal.SIGINT else "")
+        assert "resource_tracker" not in errors
+        assert len(workers) == 4
+        wait_until(lambda workers=workers: not any(alive(worker) for worker in workers))
     done = finished()
-    assert 3 <= done < 14
+    assert 4 <= done < 14
     assert not (tmp_path / "out/report.json").exists()
     report = prepare(data, processes=4)
     assert (report.built, report.kept) == (14 - done, done)
@@ -126,7 +133,6 @@ def test_a_worker_that_dies_is_an_error_not_a_hang(tmp_path: Path, python_model:
 
 
 def test_bad_lines_in_a_worker_are_reported_with_their_place(tmp_path: Path, python_model: Path) -> None:
-    """T053."""
     data = python_data(tmp_path, python_model, files=3)
     with open(tmp_path / "text/01.jsonl", "a") as file:
         file.write('{"text": "a"} {"text": "b"}\n\n')
