@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from hybrid import recipe as recipes
-from hybrid.data import prepare
 from hybrid.data.batch import Batch, Segment
+from hybrid.data.preparation.prepare import prepare
 from hybrid.distributed import world as distributed
 from hybrid.distributed.signals import Signals
 from hybrid.model import HybridLM

@@ -25,7 +25,7 @@ from .tag import load_weights, newest_weights, tokenizer_of
 TOKENIZER = "tokenizer.model"
 
 if TYPE_CHECKING:
-    from hybrid.data import Tokenizer
+    from hybrid.data.tokenizer import Tokenizer
     from hybrid.model import HybridLM
     from hybrid.recipe.schema import Recipe
 
@@ -37,7 +37,7 @@ def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]
     which the weights were trained with.
     """
     from hybrid import recipe as recipes
-    from hybrid.data import Tokenizer
+    from hybrid.data.tokenizer import Tokenizer
     from hybrid.model import HybridLM
 
     run = Path(path)

@@ -72,7 +72,7 @@ def _declare_prepare(parser: Parser) -> None:
 
 def _prepare(arguments: argparse.Namespace) -> int:
     recipe = _load_recipe(arguments)
-    from hybrid.data import prepare
+    from hybrid.data.preparation.prepare import prepare
 
     report = prepare(recipe.data, part=arguments.part, processes=arguments.processes, force=arguments.force)
     print(report)

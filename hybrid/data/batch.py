@@ -1,4 +1,4 @@
-"""Windows put together to what the model takes."""
+"""Rows of ids and labels put together to what the model takes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of one document inside a batch."""
+    """Stored ids of one document in a row."""
 
     source: str
     document: int
     """Number within the source."""
     offset: int
-    """Stored id of the document the stretch begins with (0: its begin id)."""
+    """Place of the first id in the document (0: its begin id)."""
     length: int
     epoch: int = 0
     fresh: bool = True
-    """False only in ordered mode: the stretch goes on where the lane's previous one stopped."""
+    """False only in ordered mode: the segment goes on where the lane's previous one stopped."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One window: inputs and labels `[T]` (int64), and what they are made of."""
+    """One sequence: inputs and labels `[T]` (int64), and what they are made of."""
 
     ids: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -43,19 +43,19 @@ class Batch:
     """What one forward pass of one rank reads, and where it comes from."""
 
     ids: Tensor
-    """int64 `[b, T]`, or one packed row `[1, N]`."""
+    """int64 `[b, T]`, or `[1, N]`: all rows packed in one."""
     labels: Tensor
     """int64 of the same shape, aligned with the model's predictions: the next id, or -100 (not counted)."""
     cu_seqlens: Tensor | None
-    """int32 borders of a packed row's segments; None: b equal rows."""
+    """int32 borders of packed segments; None: b equal rows."""
     first_sample: int
-    """Global number of the first window."""
-    documents: list[Segment] = field(default_factory=list)
-    """Row by row, what the windows hold."""
+    """Global number of the first row."""
+    segments: list[Segment] = field(default_factory=list)
+    """Of all rows, one after the other."""
 
 
 def collate(rows: Sequence[Row], packed: bool, first_sample: int) -> Batch:
-    """Rows of one length as `[b, T]`; `packed`: of any length, as one row with borders at every segment."""
+    """Stack rows of one length to `[b, T]`; `packed`: join them to one, with borders at every segment."""
     segments = [segment for row in rows for segment in row.segments]
     join = np.concatenate if packed else np.stack
     ids = torch.from_numpy(join([row.ids for row in rows]))

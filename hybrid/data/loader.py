@@ -1,9 +1,9 @@
 """Batches for training: the same global batches for any number of processes, from one global sample number.
 
-A sample is one window. Global batch i of B windows is samples `[i*B, (i+1)*B)`, whichever processes read
-them. Windows cut each source's shuffled documents (see `order`), are read in shuffled order within a pass, so
-that a batch is not one document, and sources are mixed by weight window by window (shares hold to 1 %). All
-of it has random access (grain's `MapDataset`), so to go on, one number is enough.
+A sample is one row. Global batch i of B rows is samples `[i*B, (i+1)*B)`, whichever processes read them. Rows
+cut each source's shuffled documents (see `order`), are read in shuffled order within a pass, so that a batch
+is not one document, and sources are mixed by weight row by row (shares hold to 1 %). All of it has random
+access (grain's `MapDataset`), so to go on, one number is enough.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from hybrid.errors import DataError
 from hybrid.recipe.schema import DataSection
 
 from .batch import Batch, collate
-from .order import Pieces, Windows, key
+from .order import OrderedRows, ShuffledRows, derived_seed
 from .store import SourceStore, Store
 
 
 class Loader(Iterator[Batch]):
-    """This process' windows, `sequences` of them per `next()`.
+    """Reads this process' rows, `sequences` of them per `next()`.
 
     `rank` of `world` processes get neighbouring slices: together one `next()` on each reads
     `sequences * world` samples in a row from `start_sample`. `lanes` (ordered mode only): documents read
-    side by side; set it to the windows of a whole optimizer step when gradients are accumulated, so that
+    side by side; set it to the rows of a whole optimizer step when gradients are accumulated, so that
     batches do not depend on how a step is cut. Raises DataError when the folder or the settings cannot be
     used.
 
     boundaries respect: one packed row `[1, sequences * context]` whose `cu_seqlens` begin anew at every
-    document and every window; cross: `[sequences, context]`, every label counts (also a document's begin id
-    after the end id of the one before). Ordered mode: one packed row of pieces, at most `context` ids each.
+    document and every row; cross: `[sequences, context]`, every label counts (also a document's begin id
+    after the end id of the one before). Ordered mode: one packed row of segments, at most `context` ids each.
 
     Attributes: `vocab_size`, `fingerprint` (tokenizer), `sample` (the global number to go on from).
     """
@@ -77,7 +77,7 @@ class Loader(Iterator[Batch]):
 
 
 def _dataset(data: DataSection, store: Store, seed: int, lanes: int) -> Any:
-    """All samples in global order, as a grain dataset with random access."""
+    """Make all samples in global order a grain dataset with random access."""
     grain = _grain()
     sources = [source for source in store.sources.values() if not source.held_out.all()]
     if not sources:
@@ -88,15 +88,16 @@ def _dataset(data: DataSection, store: Store, seed: int, lanes: int) -> Any:
                 f"data.order document reads every source in lanes of its own: {len(sources)} sources need "
                 f"a batch of at least that many sequences, not {lanes}"
             )
-        return grain.MapDataset.source(Pieces(sources, data.context, seed, lanes))
+        return grain.MapDataset.source(OrderedRows(sources, data.context, seed, lanes))
     streams = []
     for source in sources:
-        windows = Windows(source, data.context, seed, respect=data.boundaries == "respect")
+        rows = ShuffledRows(source, data.context, seed, respect=data.boundaries == "respect")
         streams.append(
             grain.experimental.WindowShuffleMapDataset(
-                grain.MapDataset.source(windows),
-                window_size=windows.in_a_pass,
-                seed=key(seed, source.name, "windows") >> 33,  # grain takes seeds below 2^32, one more a pass
+                grain.MapDataset.source(rows),
+                window_size=rows.in_a_pass,
+                seed=derived_seed(seed, source.name, "windows")
+                >> 33,  # grain takes seeds below 2^32, one more a pass
             )
         )
     return grain.MapDataset.mix(streams, [_weight(source) for source in sources])
@@ -126,7 +127,7 @@ def _check(data: DataSection, sequences: int, rank: int, world: int, start_sampl
 
 
 def _grain() -> Any:
-    """The package, without its import's warning that a profiler for JAX is missing."""
+    """Import the package without its warning that a profiler for JAX is missing."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

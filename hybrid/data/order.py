@@ -5,32 +5,32 @@ Everything is computed from the seed, so any place of the stream can be read wit
 
 from __future__ import annotations
 
-import hashlib
 import threading
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .batch import IGNORE, Row, Segment
+from .preparation.shards import content_hash
 from .store import SourceStore
 
 ENDLESS = 1 << 48
-"""Windows in a stream: more than anybody reads, few enough for exact arithmetic on them."""
+"""Rows in a stream: more than anybody reads, few enough for exact arithmetic on them."""
 
 
-def key(*parts: object) -> int:
-    """64 bits for a purpose."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+def derived_seed(*parts: object) -> int:
+    """Derive a seed of 64 bits for a purpose."""
+    return content_hash(repr(parts).encode())
 
 
 def shuffled(count: int, seed: int, name: str, epoch: int) -> NDArray[np.int64]:
-    """A permutation of `count` documents: sorted by splitmix64 of their numbers, keyed by the rest.
+    """Permute `count` documents: sorted by splitmix64 of their numbers, keyed by the rest.
 
     Own arithmetic rather than numpy's generator, whose streams may change between versions.
     """
     with np.errstate(over="ignore"):
         x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        x += np.uint64(key(seed, name, epoch))
+        x += np.uint64(derived_seed(seed, name, epoch))
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x ^= x >> np.uint64(31)
@@ -38,7 +38,10 @@ def shuffled(count: int, seed: int, name: str, epoch: int) -> NDArray[np.int64]:
 
 
 class _Epochs:
-    """Document order and running sums of `sizes` (one per training document) for the epochs in use."""
+    """The source's training documents, shuffled for each epoch, as one endless stream of units.
+
+    `sizes`: units of each training document (ids, or segments).
+    """
 
     KEPT = 4
 
@@ -51,7 +54,7 @@ class _Epochs:
         self._lock = threading.Lock()
 
     def find(self, place: int) -> tuple[int, int, int]:
-        """(epoch, document, place within the document) of a place in the endless stream."""
+        """Find a place of the stream: (epoch, document, place within the document)."""
         epoch, rest = divmod(place, self.total)
         order, ends = self._epoch(epoch)
         at = int(np.searchsorted(ends, rest, side="right"))
@@ -59,6 +62,7 @@ class _Epochs:
         return epoch, int(self._documents[document]), rest - int(ends[at] - self._sizes[document])
 
     def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Shuffle an epoch's documents; returns them and the running sums of their sizes."""
         with self._lock:
             if epoch not in self._known:
                 while len(self._known) >= self.KEPT:
@@ -68,12 +72,12 @@ class _Epochs:
             return self._known[epoch]
 
 
-class Windows:
-    """Window w is ids `[w*T, (w+1)*T)` of the stream, whatever documents they belong to.
+class ShuffledRows:
+    """Row r is ids `[r*T, (r+1)*T)` of the stream, whatever documents they belong to.
 
-    So every stored id is an input once and a label once an epoch; a window that an epoch's end cuts is
-    filled from the next epoch, and nothing is dropped. `respect`: the label is -100 where the next id begins
-    another document; otherwise every label counts.
+    So every stored id is an input once and a label once an epoch; a row that an epoch's end cuts is filled
+    from the next epoch, and nothing is dropped. `respect`: the label is -100 where the next id begins another
+    document; otherwise every label counts.
     """
 
     def __init__(self, source: SourceStore, context: int, seed: int, respect: bool) -> None:
@@ -85,37 +89,36 @@ class Windows:
     def __len__(self) -> int:
         return ENDLESS
 
-    def __getitem__(self, window: int) -> Row:
-        wanted = self._context + 1  # the last input's label belongs to the next window
-        place = int(window) * self._context
+    def __getitem__(self, row: int) -> Row:
+        wanted = self._context + 1  # the last input's label belongs to the next row
+        place = int(row) * self._context
         stream = np.empty(wanted, np.int64)
-        labels = np.empty(self._context, np.int64)
-        segments, filled = [], 0
+        segments, ends, filled = [], [], 0
         while filled < wanted:
             epoch, document, offset = self._epochs.find(place + filled)
-            length = min(wanted - filled, int(self._source.tokens[document]) - offset)
+            size = int(self._source.tokens[document])
+            length = min(wanted - filled, size - offset)
             stream[filled : filled + length] = self._source.read(document, offset, offset + length)
             if filled < self._context:
                 inputs = min(length, self._context - filled)
                 segments.append(Segment(self._source.name, document, offset, inputs, epoch))
+                if offset + inputs == size:
+                    ends.append(filled + inputs - 1)
             filled += length
-        labels[:] = stream[1:]
+        labels = stream[1:].copy()
         if self._respect:
-            ends = np.cumsum([segment.length for segment in segments]) - 1
-            for end, segment in zip(ends, segments, strict=True):
-                if segment.offset + segment.length == self._source.tokens[segment.document]:
-                    labels[end] = IGNORE
+            labels[ends] = IGNORE
         return Row(stream[:-1].copy(), labels, tuple(segments))
 
 
-class Pieces:
-    """Ordered mode: sample g is the next piece of the document in lane `g % lanes`.
+class OrderedRows:
+    """Ordered mode: sample g is the next segment of the document in lane `g % lanes`.
 
-    A piece is up to `context` inputs of one document (the last may be shorter; the end id is a label only).
-    A source's stream of pieces is dealt to its lanes in stretches of one epoch / lanes each, so that lane k
-    reads stretch k, then stretch k + lanes, and so on: pieces of one document follow each other in one lane,
-    but where a stretch begins (`fresh`) a document may be cut over two lanes. Lanes go to sources by weight,
-    at least one each.
+    A segment is up to `context` inputs of one document (the last may be shorter; the end id is a label only).
+    A source's stream of segments is dealt to its lanes in shares of one epoch / lanes each, so that lane k
+    reads share k, then share k + lanes, and so on: segments of one document follow each other in one lane,
+    but where a share begins (`fresh`) a document may be cut over two lanes. Lanes go to sources by weight, at
+    least one each.
     """
 
     def __init__(self, sources: list[SourceStore], context: int, seed: int, lanes: int) -> None:
@@ -125,8 +128,8 @@ class Pieces:
         for number, source in enumerate(sources):
             self._owners += [(number, lane) for lane in range(self._counts[number])]
             documents = np.flatnonzero(~source.held_out)
-            pieces = -(-(source.tokens[documents] - 1) // context)
-            self._epochs.append(_Epochs(source, documents, pieces, seed))
+            segments = -(-(source.tokens[documents] - 1) // context)
+            self._epochs.append(_Epochs(source, documents, segments, seed))
 
     def __len__(self) -> int:
         return ENDLESS
@@ -135,19 +138,16 @@ class Pieces:
         turn, lane = divmod(int(sample), self._lanes)
         number, lane = self._owners[lane]
         source, epochs, lanes = self._sources[number], self._epochs[number], self._counts[number]
-        stretch = -(-epochs.total // lanes)
-        trip, step = divmod(turn, stretch)
-        epoch, document, piece = epochs.find((trip * lanes + lane) * stretch + step)
-        offset = piece * self._context
-        length = min(self._context, int(source.tokens[document]) - 1 - offset)
-        ids = source.read(document, offset, offset + length + 1).astype(np.int64)
-        fresh = piece == 0 or step == 0
-        segment = Segment(source.name, document, offset, length, epoch, fresh)
-        return Row(ids[:-1], ids[1:], (segment,))
+        share = -(-epochs.total // lanes)
+        trip, step = divmod(turn, share)
+        epoch, document, segment = epochs.find((trip * lanes + lane) * share + step)
+        fresh = segment == 0 or step == 0
+        length = int(source.tokens[document]) - 1 - segment * self._context
+        return source.row(document, segment * self._context, min(self._context, length), epoch, fresh)
 
 
 def apportion(weights: list[float], seats: int) -> list[int]:
-    """Whole shares of `seats` by weight, at least one each; needs `seats >= len(weights)`."""
+    """Share out whole `seats` by weight, at least one each; needs `seats >= len(weights)`."""
     assert seats >= len(weights)
     exact = [weight / sum(weights) * seats for weight in weights]
     shares = [max(1, int(share)) for share in exact]

@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid.data.preparation.report import read_report
-from hybrid.data.preparation.shards import BYTES, HASH, IDS, TokenFile, held_out, open_shard
-from hybrid.data.preparation.tokenizer import Tokenizer
 from hybrid.errors import DataError
 from hybrid.files import damaged
 from hybrid.recipe.schema import DataSection, SourceSection
 
+from .batch import Row, Segment
+from .preparation.report import read_report
+from .preparation.shards import BYTES, HASH, IDS, TokenFile, held_out, open_shard
+from .tokenizer import Tokenizer
+
 
 class SourceStore:
-    """The documents of one source, numbered in the order of their files.
+    """The stored documents of one source, numbered in the order of their files.
 
     Attributes, one entry per document: `tokens` (stored ids), `bytes` (UTF-8), `hashes`, `held_out`.
     """
@@ -29,15 +31,15 @@ class SourceStore:
     ) -> None:
         self.name = name
         self.weight = section.weight
-        indices, starts, self._files = [], [], []
+        indices, places, self._files = [], [], []
         for number, shard in enumerate(shards):
             index, file = open_shard(folder, name, shard, tokenizer)
+            lengths = index[:, IDS].astype(np.int64)
             indices.append(index)
-            ends = np.cumsum(index[:, IDS].astype(np.int64))
-            starts.append(np.stack([np.full(len(index), number), ends - index[:, IDS].astype(np.int64)], 1))
+            places.append(np.stack([np.full(len(index), number), np.cumsum(lengths) - lengths], 1))
             self._files.append(file)
         index = np.concatenate(indices)
-        self._places = np.concatenate(starts)
+        self._places = np.concatenate(places)  # a document's shard, and its first id there
         self.tokens = index[:, IDS].astype(np.int64)
         self.bytes = index[:, BYTES].astype(np.int64)
         self.hashes = index[:, HASH]
@@ -46,11 +48,16 @@ class SourceStore:
     def read(
         self, document: int, start: int = 0, stop: int | None = None
     ) -> NDArray[np.unsignedinteger[Any]]:
-        """Stored ids `[start, stop)` of one document (begin id, text, end id)."""
+        """Read stored ids `[start, stop)` of one document (begin id, text, end id)."""
         shard, first = self._places[document]
         stop = int(self.tokens[document]) if stop is None else stop
         assert 0 <= start <= stop <= self.tokens[document]
         return _mapped(self._files[shard])[first + start : first + stop]
+
+    def row(self, document: int, offset: int, length: int, epoch: int = 0, fresh: bool = True) -> Row:
+        """Read a row of one segment: `length` inputs of a document from `offset` on."""
+        ids = self.read(document, offset, offset + length + 1).astype(np.int64)
+        return Row(ids[:-1], ids[1:], (Segment(self.name, document, offset, length, epoch, fresh),))
 
 
 class Store:
@@ -90,7 +97,7 @@ class Store:
 
 
 def train_tokens(data: DataSection) -> Iterator[NDArray[np.unsignedinteger[Any]]]:
-    """Stored ids of every training document (begin id, text, end id), source by source."""
+    """Read the stored ids of every training document (begin id, text, end id), source by source."""
     for source in Store(data).sources.values():
         for document in np.flatnonzero(~source.held_out):
             yield source.read(int(document))

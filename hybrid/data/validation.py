@@ -10,22 +10,25 @@ from numpy.typing import NDArray
 from hybrid.errors import DataError
 from hybrid.recipe.schema import DataSection
 
-from .batch import IGNORE, Batch, Row, Segment, collate
+from .batch import IGNORE, Batch, collate
 from .store import SourceStore, Store
 
 SHARE_OF_ONE = 16
-"""Under a cap of c ids no document gives more than c / 16 of them (but always a whole window)."""
+"""Under a cap of c ids no document gives more than c / 16 of them (but always a whole row)."""
+
+Place = tuple[SourceStore, tuple[int, int, int]]
+"""A segment: its source; document, offset and length."""
 
 
 class ValidationSet:
     """The held-out documents of all sources, ordered by content hash (a fixed mix of the sources).
 
-    Each document is scored from its start in windows of `context` inputs; windows do not see each other. Its
+    Each document is scored from its start in segments of `context` inputs, which do not see each other. Its
     text's ids and its end id are labels, so the sum of the losses is a code length of the text:
     bits per byte = total nats / ln 2 / `bytes`.
 
     `tokens` caps the labels: documents are taken in order until it is reached, at most a sixteenth of it (or
-    one window) from each, cut ones as a prefix. `bytes` counts exactly the UTF-8 bytes whose ids are labels;
+    one segment) from each, cut ones as a prefix. `bytes` counts exactly the UTF-8 bytes whose ids are labels;
     `raw_bytes()` are those bytes. Iterating gives this rank's Batches, packed rows of up to
     `sequences * context` ids; all ranks get the same number, surplus ones with every label -100.
 
@@ -58,30 +61,30 @@ class ValidationSet:
         self._batches = self._pack()
 
     def __len__(self) -> int:
-        """Batches of each rank."""
+        """Count the batches of each rank."""
         return -(-len(self._batches) // self._world)
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(self._rank, len(self) * self._world, self._world):
             surplus = number >= len(self._batches)
-            first, pieces = self._batches[0 if surplus else number]
-            batch = collate([self._row(*piece) for piece in pieces], packed=True, first_sample=first)
+            first, rows = self._batches[0 if surplus else number]
+            batch = collate([source.row(*place) for source, place in rows], packed=True, first_sample=first)
             if surplus:
                 batch.labels.fill_(IGNORE)
             yield batch
 
     def arrays(self) -> Iterator[NDArray[np.int64]]:
-        """Ids of each scored document: begin id, text, and its end id unless it was cut."""
+        """Read the ids of each scored document: begin id, text, and its end id unless it was cut."""
         for source, document, count in self._chosen:
             yield source.read(document, 0, count + 1).astype(np.int64)
 
     def texts(self) -> Iterator[bytes]:
-        """The scored bytes of each document (a cut one may end inside a character)."""
+        """Decode the scored bytes of each document (a cut one may end inside a character)."""
         for ids in self.arrays():
             yield self._tokenizer.decode_bytes(ids.tolist())
 
     def raw_bytes(self) -> bytes:
-        """All scored bytes, `bytes` in number."""
+        """Join all scored bytes, `bytes` in number."""
         return b"".join(self.texts())
 
     def _count_bytes(self, source: SourceStore, document: int, count: int) -> int:
@@ -89,9 +92,9 @@ class ValidationSet:
             return int(source.bytes[document])
         return len(self._tokenizer.decode_bytes(source.read(document, 0, count + 1).tolist()))
 
-    def _pack(self) -> list[tuple[int, list[tuple[SourceStore, int, int, int]]]]:
-        """Batches as (number of the first window, windows): neighbours share one as long as they fit."""
-        batches: list[tuple[int, list[tuple[SourceStore, int, int, int]]]] = []
+    def _pack(self) -> list[tuple[int, list[Place]]]:
+        """Put segments into batches: (number of the first, segments); neighbours share one if they fit."""
+        batches: list[tuple[int, list[Place]]] = []
         free, number = 0, 0
         for source, document, count in self._chosen:
             for offset in range(0, count, self._context):
@@ -99,19 +102,14 @@ class ValidationSet:
                 if length > free:
                     batches.append((number, []))
                     free = self._room
-                batches[-1][1].append((source, document, offset, length))
+                batches[-1][1].append((source, (document, offset, length)))
                 free -= length
                 number += 1
         return batches
 
-    @staticmethod
-    def _row(source: SourceStore, document: int, offset: int, length: int) -> Row:
-        ids = source.read(document, offset, offset + length + 1).astype(np.int64)
-        return Row(ids[:-1], ids[1:], (Segment(source.name, document, offset, length),))
-
 
 def _choose(sources: list[SourceStore], cap: int | None, context: int) -> list[tuple[SourceStore, int, int]]:
-    """(source, document, labels) in order."""
+    """Choose what is scored: (source, document, labels) in order."""
     found = [
         (int(source.hashes[document]), number, int(document))
         for number, source in enumerate(sources)

@@ -19,7 +19,7 @@ from hybrid.layers.context_parallel import SequenceShard
 from .world import COLLECTIVE_TIMEOUT, World
 
 if TYPE_CHECKING:
-    from hybrid.data import Batch
+    from hybrid.data.batch import Batch
 
 
 class Piece(NamedTuple):

@@ -60,7 +60,8 @@ def measure(data: DataSection, tokens: int | None = None) -> Yardsticks:
 
 
 def _measure(data: DataSection, tokens: int | None) -> Yardsticks:
-    from hybrid.data import ValidationSet, train_tokens
+    from hybrid.data.store import train_tokens
+    from hybrid.data.validation import ValidationSet
 
     scored = ValidationSet(data, tokens)
     before, after = _pairs(list(scored.arrays()))

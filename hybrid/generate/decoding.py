@@ -20,7 +20,7 @@ from .sampling import GenerateError, Settings, StopMatcher, choose
 from .saved_state import Bookmark, fingerprint
 
 if TYPE_CHECKING:
-    from hybrid.data import Tokenizer
+    from hybrid.data.tokenizer import Tokenizer
     from hybrid.model import HybridLM
     from hybrid.model.state import HybridState
 

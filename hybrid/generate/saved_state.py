@@ -18,7 +18,7 @@ from hybrid.model import state_file
 from hybrid.model.state import HybridState, StateError
 
 if TYPE_CHECKING:
-    from hybrid.data import Tokenizer
+    from hybrid.data.tokenizer import Tokenizer
 
 
 @dataclass

@@ -17,7 +17,9 @@ from hybrid.checkpoint.folder import Checkpoints
 from hybrid.checkpoint.run import TOKENIZER
 from hybrid.checkpoint.tag import Origin, Progress
 from hybrid.checkpoint.writer import Saver
-from hybrid.data import Loader, Tokenizer, ValidationSet
+from hybrid.data.loader import Loader
+from hybrid.data.tokenizer import Tokenizer
+from hybrid.data.validation import ValidationSet
 from hybrid.distributed.context_parallel import SequenceRanks, whole
 from hybrid.distributed.signals import Signals
 from hybrid.distributed.world import TrainError, World
@@ -35,7 +37,7 @@ from .tbptt import stretch
 from .throughput import Pace
 
 if TYPE_CHECKING:
-    from hybrid.data import Batch
+    from hybrid.data.batch import Batch
 
 EVALUATED_WINDOWS = 8
 """Windows of held-out text in one forward pass of a rank."""

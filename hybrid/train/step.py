@@ -19,7 +19,7 @@ from .engine import Engine, Update
 from .tbptt import Carried, cut
 
 if TYPE_CHECKING:
-    from hybrid.data import Batch
+    from hybrid.data.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,11 @@ def checksum_of(batch: Batch) -> int:
 
 
 def _stretches(batch: Batch) -> Iterator[Tensor]:
-    yield from batch.ids.flatten().split([segment.length for segment in batch.documents])
+    yield from batch.ids.flatten().split([segment.length for segment in batch.segments])
 
 
 def describe(batch: Batch) -> str:
     """Where a batch was read from."""
-    pieces = [f"{part.source}[{part.document}] from id {part.offset}" for part in batch.documents]
+    pieces = [f"{part.source}[{part.document}] from id {part.offset}" for part in batch.segments]
     more = f" and {len(pieces) - 4} more" if len(pieces) > 4 else ""
     return f"the windows from sample {batch.first_sample}, documents {', '.join(pieces[:4])}{more}"

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from hybrid import recipe as recipes
-from hybrid.data import is_prepared, outdated, prepare
+from hybrid.data.preparation.prepare import is_prepared, outdated, prepare
 from hybrid.distributed import world as distributed
 from hybrid.distributed.lifeline import lifeline
 from hybrid.distributed.signals import Signals

@@ -14,7 +14,7 @@ from hybrid.distributed.world import World
 from .tbptt import Carried, cut
 
 if TYPE_CHECKING:
-    from hybrid.data import ValidationSet
+    from hybrid.data.validation import ValidationSet
 
 
 class Score(NamedTuple):

@@ -1,1 +1,1 @@
-"""Text to token shards: sources are read, a tokenizer is trained, every shard is written whole."""
+"""Text to token shards: files are found and read, a tokenizer is trained, every shard is written whole."""

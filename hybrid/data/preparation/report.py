@@ -7,7 +7,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hybrid.errors import DataError
 from hybrid.files import damaged, read_json
+from hybrid.text import columns
+
+from .readers import Skips
+from .shards import HASH, IDS, Unit, held_out, read_sidecar
 
 
 @dataclass
@@ -44,22 +51,20 @@ class Report:
     kept: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """What report.json holds: nothing that depends on how often the preparation was interrupted."""
+        """List what report.json holds: nothing that depends on how often the preparation was interrupted."""
         content = asdict(self)
         for key in ("missing", "built", "kept"):
             del content[key]
         return content
 
     def __str__(self) -> str:
-        names = ("documents", "held out", "MB", "tokens", "bytes/token", "skipped")
-        widths = (10, 10, 9, 13, 13, 9)
-        lines = ["source".ljust(12) + "".join(n.rjust(w) for n, w in zip(names, widths, strict=True))]
+        rows = [["source", "documents", "held out", "MB", "tokens", "bytes/token", "skipped"]]
         for name, source in self.sources.items():
-            ratio = source.bytes / max(1, source.tokens)
-            lines.append(
-                f"{name:<12}{source.documents:>10,}{source.held_out:>10,}{source.bytes / 1e6:>9.2f}"
-                f"{source.tokens:>13,}{ratio:>13.2f}{sum(source.skipped.values()):>9,}"
-            )
+            megabytes, ratio = source.bytes / 1e6, source.bytes / max(1, source.tokens)
+            counts = [f"{source.documents:,}", f"{source.held_out:,}", f"{megabytes:.2f}"]
+            skipped = sum(source.skipped.values())
+            rows.append([name, *counts, f"{source.tokens:,}", f"{ratio:.2f}", f"{skipped:,}"])
+        lines = [columns(rows, left={0})]
         for name, source in self.sources.items():
             lines += [f"{name}: skipped {count:,}: {reason}" for reason, count in source.skipped.items()]
         lines.append(f"{self.built} shards built, {self.kept} kept, {len(self.missing)} left to other parts")
@@ -67,7 +72,7 @@ class Report:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A folder's report.json. Raises DataError when it is damaged."""
+    """Read a folder's report.json. Raises DataError when it is damaged."""
     report = read_json(path, {"tokenizer": str, "vocab_size": int, "settings": dict, "sources": dict})
     for name, entry in report["sources"].items():
         shards = entry.get("shards") if isinstance(entry, dict) else None
@@ -76,11 +81,28 @@ def read_report(path: Path) -> dict[str, Any]:
     return report
 
 
-def add_shard(report: SourceReport, name: str, info: dict[str, Any]) -> None:
-    """Add a finished shard's sidecar."""
-    report.shards.append(name)
-    report.documents += info["documents"]
-    report.bytes += info["bytes"]
-    report.tokens += info["tokens"]
-    report.skipped = dict(sorted((Counter(report.skipped) + Counter(info["skipped"])).items()))
-    report.skipped_places = (report.skipped_places + info["skipped_places"])[:20]
+def report_source(folder: Path, units: list[Unit], validation: float) -> SourceReport:
+    """Sum up a source's finished shards; `validation` is the share of its documents to be held out. Raises
+    DataError when all its shards together hold no document."""
+    report = SourceReport()
+    indices = []
+    for unit in units:
+        path = unit.sidecar(folder)
+        if not path.is_file():
+            continue
+        info = read_sidecar(path)
+        report.shards.append(unit.name)
+        report.documents += info["documents"]
+        report.bytes += info["bytes"]
+        report.tokens += info["tokens"]
+        report.skipped = dict(sorted((Counter(report.skipped) + Counter(info["skipped"])).items()))
+        report.skipped_places = (report.skipped_places + info["skipped_places"])[: Skips.MOST_PLACES]
+        indices.append(np.load(path.with_suffix(".index.npy"), allow_pickle=False))
+    if len(report.shards) == len(units):
+        index = np.concatenate(indices)
+        if not len(index):
+            reasons = ", ".join(f"{count} x {reason}" for reason, count in report.skipped.items())
+            raise DataError(f"source {units[0].source} holds no document ({reasons or 'no line at all'})")
+        mask = held_out(index[:, HASH], validation)
+        report.held_out, report.held_out_tokens = int(mask.sum()), int(index[mask, IDS].sum())
+    return report

@@ -10,19 +10,19 @@ A unit is one file, or a run of small text files. It becomes three files in `<fo
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid.data.tokenizer import Tokenizer
 from hybrid.errors import DataError
-from hybrid.files import damaged, read_json, replacing, write_json
+from hybrid.files import damaged, read_json, replacing, sha256, write_json
 from hybrid.recipe.schema import SourceSection
 
-from .sources import Input, Skips, read_documents
-from .tokenizer import Tokenizer
+from .readers import Input, Skips, read_documents
 
 FORMAT = 1
 IDS, BYTES, HASH = range(3)
@@ -39,49 +39,48 @@ class Unit:
 
     @property
     def size(self) -> int:
+        """Bytes of its files."""
         return sum(item.size for item in self.inputs)
 
+    def sidecar(self, folder: Path) -> Path:
+        """Name the file that marks the unit as finished."""
+        return sidecar(folder, self.source, self.name)
 
-def group(source: str, inputs: list[Input]) -> list[Unit]:
-    """Cut a source's files into units: runs of small text files of about 1 MiB together (a thousandth of the
-    source when that is more), every other file alone. Depends on the files' order, names and sizes only."""
+
+def make_units(source: str, inputs: list[Input]) -> list[Unit]:
+    """Put a source's files into units: small text files in a row, about 1 MiB of them together (a thousandth
+    of the source when that is more), every other file alone. Depends on the files' order, names and sizes
+    only."""
     target = max(1 << 20, sum(item.size for item in inputs) // 1000)
-    units: list[Unit] = []
-    run: list[Input] = []
-
-    def close(items: list[Input]) -> None:
-        if items:
-            first = Path(items[0].label.replace(":", "/")).name
-            stem = "".join(
-                c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in first.split(".")[0]
-            )
-            units.append(Unit(source, f"{len(units):05d}-{stem[:40]}", tuple(items)))
-
+    units: list[list[Input]] = []
+    room = -1
     for item in inputs:
         alone = item.format != "text" or item.size >= target
-        if run and (alone or sum(i.size for i in run) + item.size > target):
-            close(run)
-            run = []
-        if alone:
-            close([item])
-        else:
-            run.append(item)
-    close(run)
-    return units
+        if alone or item.size > room:
+            units.append([])
+            room = target
+        units[-1].append(item)
+        room = -1 if alone else room - item.size
+    return [Unit(source, f"{n:05d}-{_stem(unit[0])}", tuple(unit)) for n, unit in enumerate(units)]
+
+
+def _stem(item: Input) -> str:
+    name = Path(item.label.replace(":", "/")).name.split(".")[0]
+    return "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in name)[:40]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Two bytes an id where they suffice, else four; little-endian."""
+    """Choose two bytes an id where they suffice, else four; little-endian."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def content_hash(data: bytes) -> int:
-    """64 bits that say which side of the train/validation split a document is on, wherever it stands."""
+    """Hash a document to 64 bits, which say on which side of the train/validation split it is."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def held_out(hashes: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
-    """Which documents of a source are held out for validation, by their content hashes.
+    """Choose the documents of a source that are held out for validation, by their content hashes.
 
     Those whose hash lies in the lowest `share` of all values. When that is none although a share was asked
     for, the one with the lowest hash; when it is all although less was asked for, all but the one with the
@@ -100,15 +99,12 @@ def held_out(hashes: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
 
 
 def unit_settings(section: SourceSection, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a shard's bytes depend on beside its inputs."""
-    return {
-        "format": FORMAT,
-        "tokenizer": tokenizer.fingerprint,
-        "text_key": section.text_key,
-    }
+    """List what a shard's bytes depend on beside its inputs."""
+    return {"format": FORMAT, "tokenizer": tokenizer.fingerprint, "text_key": section.text_key}
 
 
 def sidecar(folder: Path, source: str, name: str) -> Path:
+    """Name the JSON file of a shard."""
     return folder / source / f"{name}.json"
 
 
@@ -116,16 +112,19 @@ SIDECAR = {
     **{"format": int, "tokenizer": str, "text_key": str, "dtype": str, "documents": int, "tokens": int},
     **{"bytes": int, "bad": int, "skipped": dict, "skipped_places": list, "files": list},
 }
+IDENTITY = {"label", "size", "changed", "sha256"}
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
-    """What `build` wrote. Raises DataError when the file is damaged or of another format."""
+    """Read what `build` wrote. Raises DataError when the file is damaged or of another format."""
     form = read_json(path, {"format": int})["format"]
     if form != FORMAT:
         raise DataError(f"{path} has shard format {form}, this version reads {FORMAT}; prepare it again")
     info = read_json(path, SIDECAR)
     if info["dtype"] not in ("<u2", "<u4"):
         raise damaged(path, f"'dtype' is {info['dtype']!r}")
+    if not all(isinstance(entry, dict) and entry.keys() >= IDENTITY for entry in info["files"]):
+        raise damaged(path, "'files' holds something else")
     return info
 
 
@@ -139,8 +138,8 @@ class TokenFile(NamedTuple):
 
 
 def open_shard(folder: Path, source: str, name: str, tokenizer: str) -> tuple[NDArray[np.uint64], TokenFile]:
-    """Index and token file of a finished unit. Raises DataError when its three files do not fit together, or
-    `tokenizer` is not the fingerprint they were made with."""
+    """Read the index of a finished unit and find its ids. Raises DataError when its three files do not fit
+    together, or `tokenizer` is not the fingerprint they were made with."""
     path = sidecar(folder, source, name)
     if not path.is_file():
         raise DataError(f"{path} is missing; run `hybrid prepare`")
@@ -166,18 +165,18 @@ def open_shard(folder: Path, source: str, name: str, tokenizer: str) -> tuple[ND
     return index, TokenFile(str(file), info["dtype"], stat.st_ino, stat.st_mtime_ns)
 
 
-def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Tokenise one unit and write its three files; returns the sidecar's content.
+def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer) -> None:
+    """Tokenise one unit and write its three files.
 
     Raises DataError for text that cannot be read (see `sources`).
     """
-    base = folder / unit.source / unit.name
+    path = unit.sidecar(folder)
     dtype = token_dtype(tokenizer.vocab_size)
     skips = Skips()
     rows: list[tuple[int, int, int]] = []
-    sidecar(folder, unit.source, unit.name).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
     files = [file_identity(item) for item in unit.inputs]
-    with replacing(base.with_name(base.name + ".tokens")) as file:
+    with replacing(path.with_suffix(".tokens")) as file:
         for item in unit.inputs:
             for text in read_documents(item, section, skips):
                 data = text.encode("utf-8")
@@ -185,7 +184,7 @@ def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer
                 file.write(np.asarray(ids, dtype).tobytes())
                 rows.append((len(ids), len(data), content_hash(data)))
     index = np.array(rows, np.uint64).reshape(-1, 3)
-    with replacing(base.with_name(base.name + ".index.npy")) as file:
+    with replacing(path.with_suffix(".index.npy")) as file:
         np.save(file, index)
     info = {
         **unit_settings(section, tokenizer),
@@ -198,58 +197,49 @@ def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer
         "skipped_places": skips.places,
         "files": files,
     }
-    write_json(sidecar(folder, unit.source, unit.name), info)
-    return info
+    write_json(path, info)
 
 
 def file_identity(item: Input) -> dict[str, Any]:
-    """Size, time of change (ns) and SHA-256 of a file, by which a later change is found."""
+    """Read size, time of change (ns) and SHA-256 of a file, by which a later change is found."""
     path = Path(item.path)
     try:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        stat = path.stat()
+        digest, stat = sha256(path), path.stat()
     except OSError as error:
         raise DataError(f"{item.label}: {error.strerror}") from None
     return {"label": item.label, "size": stat.st_size, "changed": stat.st_mtime_ns, "sha256": digest}
 
 
 def difference(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer) -> str | None:
-    """Why a finished unit is no longer what its sources and settings say; None: it is. A file counts as
-    changed when its size differs, or both its time of change and its content do."""
-    path = sidecar(folder, unit.source, unit.name)
+    """Say why a finished unit is no longer what its sources and settings ask for; None: it is. A file counts
+    as changed when its size differs, or both its time of change and its content do."""
+    path = unit.sidecar(folder)
     try:
         info = read_sidecar(path)
-    except DataError as error:
-        return str(error)
-    settings = unit_settings(section, tokenizer)
-    names = {"tokenizer": "the tokenizer"}
-    for key, value in settings.items():
-        if info.get(key) != value:
-            return f"{path}: {names.get(key, key)} was {info.get(key)!r}, is now {value!r}"
-    try:
+        for key, value in unit_settings(section, tokenizer).items():
+            if info[key] != value:
+                name = "the tokenizer" if key == "tokenizer" else key
+                return f"{path}: {name} was {info[key]!r}, is now {value!r}"
         open_shard(folder, unit.source, unit.name, tokenizer.fingerprint)
     except DataError as error:
         return str(error)
     if info["bad"] and section.bad_lines == "error":
         return f"{path}: bad lines were skipped, now bad_lines is error"
-    try:
-        if (found := other_files(path, info, unit)) is not None:
-            return found
-        before = _files(path, info)
-    except DataError as error:
-        return str(error)
+    if (found := other_files(path, info, unit)) is not None:
+        return found
+    before = {entry["label"]: entry for entry in info["files"]}
     for item in unit.inputs:
-        _, changed, digest = before[item.label]
-        if Path(item.path).stat().st_mtime_ns != changed and file_identity(item)["sha256"] != digest:
+        was = before[item.label]
+        changed = Path(item.path).stat().st_mtime_ns != was["changed"]
+        if changed and file_identity(item)["sha256"] != was["sha256"]:
             return f"{item.label} changed since it was prepared"
     return None
 
 
 def other_files(path: Path, info: dict[str, Any], unit: Unit) -> str | None:
-    """How the names and sizes of a unit's files differ from those in its sidecar `info`, read from `path`.
-    Raises DataError when it is damaged."""
-    before = {label: size for label, (size, _, _) in _files(path, info).items()}
+    """Say how the names and sizes of a unit's files differ from those in its sidecar `info`, read from
+    `path`."""
+    before = {entry["label"]: entry["size"] for entry in info["files"]}
     now = {item.label: item.size for item in unit.inputs}
     if before.keys() != now.keys():
         changed = sorted(before.keys() ^ now.keys())
@@ -259,19 +249,3 @@ def other_files(path: Path, info: dict[str, Any], unit: Unit) -> str | None:
         if before[label] != size:
             return f"{label} changed since it was prepared ({before[label]} bytes then, {size} now)"
     return None
-
-
-def _files(path: Path, info: dict[str, Any]) -> dict[str, tuple[int, int, str]]:
-    """Size, time of change and digest by label."""
-    try:
-        return {entry["label"]: (entry["size"], entry["changed"], entry["sha256"]) for entry in info["files"]}
-    except (KeyError, TypeError):
-        raise damaged(path, "'files' holds something else") from None
-
-
-def unit_to_json(unit: Unit) -> dict[str, Any]:
-    return asdict(unit)
-
-
-def unit_from_json(value: dict[str, Any]) -> Unit:
-    return Unit(value["source"], value["name"], tuple(Input(**item) for item in value["inputs"]))

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from hybrid import recipe
 from hybrid.cli import main as cli
-from hybrid.data import Tokenizer
+from hybrid.data.preparation.tokenizer_training import train_tokenizer
 from hybrid.generate import generate, load_model
 from hybrid.model import HybridLM
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
     loaded = recipe.load(root / "given.yaml")
     recipe.save(loaded, root / "recipe.yaml")
     texts = [f"line {n} has words é and 🙂\n" * 3 for n in range(30)]
-    Tokenizer.train(texts, 300, root / "tokenizer.model")
+    train_tokenizer(texts, 300)[0].save(root / "tokenizer.model")
     torch.manual_seed(0)
     model = HybridLM.from_recipe(loaded)
     with torch.no_grad():

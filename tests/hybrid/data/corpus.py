@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hybrid.data.preparation.tokenizer import Tokenizer, train_model
+from hybrid.data.preparation.tokenizer_training import train_tokenizer
+from hybrid.data.tokenizer import Tokenizer
 from hybrid.recipe.schema import DataSection, SourceSection
 
 DIGITS = 276
@@ -24,14 +25,13 @@ def stdlib_texts(count: int) -> list[str]:
 
 def digit_tokenizer(path: Path) -> Tokenizer:
     """Each digit is one id (digits are never joined), so a document of n digits has n tokens."""
-    tokenizer = Tokenizer(_digit_model(), f"tokenizer {path}")
-    tokenizer.save(path)
-    return tokenizer
+    _digits().save(path)
+    return _digits()
 
 
 @cache
-def _digit_model() -> bytes:
-    return train_model(["0123456789 abc\n"] * 5, DIGITS)
+def _digits() -> Tokenizer:
+    return train_tokenizer(["0123456789 abc\n"] * 5, DIGITS)[0]
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:

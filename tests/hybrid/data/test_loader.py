@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid.data import Batch, DataError, Loader, Store, prepare
-from hybrid.data.order import Windows, apportion, shuffled
+from hybrid.data.batch import Batch
+from hybrid.data.loader import Loader
+from hybrid.data.order import ShuffledRows, apportion, shuffled
+from hybrid.data.preparation.prepare import prepare
+from hybrid.data.store import Store
+from hybrid.errors import DataError
 from hybrid.recipe.schema import DataSection
 
 from .corpus import digits_data
 
 LENGTHS = (5, 100, 33)
-"""Tokens of the documents of T053; with begin and end ids 142 are stored."""
+"""Tokens of the documents; with begin and end ids 142 are stored."""
 
 
 def lengths_data(folder: Path, **settings: Any) -> DataSection:
@@ -35,12 +39,13 @@ def stream(data: DataSection, seed: int, epochs: int) -> list[int]:
     return ids
 
 
-def test_windows_cut_the_shuffled_documents_and_drop_nothing(tmp_path: Path) -> None:
-    """T053: documents of 5, 100 and 33 tokens at length 32."""
+def test_rows_cut_the_shuffled_documents_and_drop_nothing(tmp_path: Path) -> None:
+    """Documents of 5, 100 and 33 tokens at length 32 (recursal/KVM-paper, data/varlen_dataset.py: packing
+    dropped remainders)."""
     data = lengths_data(tmp_path, boundaries="respect")
     (source,) = Store(data).sources.values()
     assert sorted(source.tokens.tolist()) == [7, 35, 102]
-    windows = Windows(source, 32, seed=3, respect=True)
+    windows = ShuffledRows(source, 32, seed=3, respect=True)
     expected = stream(data, 3, epochs=20)
     assert len(expected) == 20 * 144
     rows = [windows[number] for number in range(18 * 144 // 32)]
@@ -60,19 +65,19 @@ def test_windows_cut_the_shuffled_documents_and_drop_nothing(tmp_path: Path) -> 
 def test_random_access_is_the_same_as_reading_on(tmp_path: Path) -> None:
     data = lengths_data(tmp_path)
     (source,) = Store(data).sources.values()
-    in_order = Windows(source, 32, seed=0, respect=False)
+    in_order = ShuffledRows(source, 32, seed=0, respect=False)
     rows = [in_order[number] for number in range(40)]
-    fresh = Windows(source, 32, seed=0, respect=False)
+    fresh = ShuffledRows(source, 32, seed=0, respect=False)
     for number in (39, 3, 17, 0, 26):
         assert (fresh[number].ids == rows[number].ids).all()
         assert fresh[number].segments == rows[number].segments
 
 
-def test_a_window_longer_than_all_documents_runs_through_several_epochs(tmp_path: Path) -> None:
+def test_a_row_longer_than_all_documents_runs_through_several_epochs(tmp_path: Path) -> None:
     data = digits_data(tmp_path, {"a": ["1", "22"]}, context=30)
     prepare(data)
     (source,) = Store(data).sources.values()
-    row = Windows(source, 30, seed=1, respect=True)[5]
+    row = ShuffledRows(source, 30, seed=1, respect=True)[5]
     assert row.ids.tolist() == stream(data, 1, 30)[150:180]
     assert [segment.epoch for segment in row.segments][::2] == list(range(150 // 7, 180 // 7 + 1))[
         : 30 // 7 + 1
@@ -81,7 +86,7 @@ def test_a_window_longer_than_all_documents_runs_through_several_epochs(tmp_path
     assert batch.ids.shape == (1, 60)
 
 
-def test_respected_boundaries_are_one_packed_row_with_borders_at_documents_and_windows(
+def test_respected_boundaries_are_one_packed_row_with_borders_at_documents_and_rows(
     tmp_path: Path,
 ) -> None:
     data = lengths_data(tmp_path, boundaries="respect")
@@ -97,9 +102,9 @@ def test_respected_boundaries_are_one_packed_row_with_borders_at_documents_and_w
         starts = {place for place, token in enumerate(ids) if token == 1}
         assert set(borders) == starts | {0, 32, 64, 96}
         assert borders == sorted(set(borders))
-        lengths = [segment.length for segment in batch.documents]
+        lengths = [segment.length for segment in batch.segments]
         assert borders == [0, *itertools.accumulate(lengths)]
-        for start, segment in zip(borders, batch.documents, strict=False):
+        for start, segment in zip(borders, batch.segments, strict=False):
             assert (segment.offset == 0) == (ids[start] == 1)
             assert segment.fresh
 
@@ -118,7 +123,7 @@ def test_crossed_boundaries_are_plain_rows_and_every_label_counts(tmp_path: Path
 
 
 def numbered(folder: Path, **settings: Any) -> DataSection:
-    """100 documents, each its own number in 14 digits: two windows of 8 ids each, 200 in a pass."""
+    """100 documents, each its own number in 14 digits: two rows of 8 ids each, 200 in a pass."""
     texts = [f"{number:03d}".ljust(14, "7") for number in range(100)]
     data = digits_data(folder, {"a": texts}, context=8, boundaries="cross", **settings)
     prepare(data)
@@ -126,13 +131,13 @@ def numbered(folder: Path, **settings: Any) -> DataSection:
 
 
 def seen(batches: list[Batch]) -> list[tuple[int, int]]:
-    """(document, offset) of every window."""
-    return [(segment.document, segment.offset) for batch in batches for segment in batch.documents]
+    """(document, offset) of every row."""
+    return [(segment.document, segment.offset) for batch in batches for segment in batch.segments]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])
-def test_no_window_twice_or_missing_in_a_pass_whatever_reads_it(tmp_path: Path, workers: int) -> None:
-    """T052: saved at 2 processes after half a pass, resumed at 1, 2 and 4."""
+def test_no_row_twice_or_missing_in_a_pass_whatever_reads_it(tmp_path: Path, workers: int) -> None:
+    """pytorch/torchtitan#409, #816: saved at 2 processes after half a pass, resumed at 1, 2 and 4."""
     data = numbered(tmp_path, workers=workers)
     half = [Loader(data, seed=0, sequences=2, rank=rank, world=2) for rank in range(2)]
     first = [next(loader) for _ in range(25) for loader in half]
@@ -157,7 +162,7 @@ def test_no_window_twice_or_missing_in_a_pass_whatever_reads_it(tmp_path: Path, 
 
 
 def test_global_batches_do_not_depend_on_processes_or_threads(tmp_path: Path) -> None:
-    """T050, T052: any start, two sources, respected boundaries."""
+    """pytorch/torchtitan#291, #809: any start, two sources, respected boundaries."""
     texts = {name: [str(n) * (n % 30 + 1) for n in range(40)] for name in ("a", "b")}
     data = digits_data(tmp_path, texts, context=16, weights={"a": 3.0})
     prepare(data)
@@ -173,13 +178,13 @@ def test_global_batches_do_not_depend_on_processes_or_threads(tmp_path: Path) ->
             batches = [next(loader) for loader in loaders]
             assert torch.equal(torch.cat([batch.ids for batch in batches], 1), expected.ids)
             assert torch.equal(torch.cat([batch.labels for batch in batches], 1), expected.labels)
-            assert [segment for batch in batches for segment in batch.documents] == expected.documents
+            assert [segment for batch in batches for segment in batch.segments] == expected.segments
             assert [batch.first_sample - expected.first_sample for batch in batches] == [
                 rank * 4 // world for rank in range(world)
             ]
     data.workers = 0
     odd = next(Loader(data, seed=7, sequences=4, start_sample=3))  # not a multiple of the batch
-    assert odd.documents[: len(reference[0].documents)] != reference[0].documents
+    assert odd.segments[: len(reference[0].segments)] != reference[0].segments
     assert torch.equal(odd.ids[0, :16], reference[0].ids[0, 48:])
     assert torch.equal(odd.ids[0, 16:], reference[1].ids[0, :48])
 
@@ -212,7 +217,7 @@ def test_sources_are_mixed_by_weight(tmp_path: Path) -> None:
     )
     prepare(data)
     loader = Loader(data, seed=0, sequences=1)
-    counts = Counter(next(loader).documents[0].source for _ in range(700))
+    counts = Counter(next(loader).segments[0].source for _ in range(700))
     assert counts == {"a": 400, "b": 200, "c": 100}
 
 
@@ -221,7 +226,7 @@ def test_held_out_documents_are_never_read(tmp_path: Path) -> None:
     prepare(data)
     (source,) = Store(data).sources.values()
     loader = Loader(data, seed=0, sequences=4)
-    documents = {segment.document for _ in range(60) for segment in next(loader).documents}
+    documents = {segment.document for _ in range(60) for segment in next(loader).segments}
     assert documents == set(np.flatnonzero(~source.held_out).tolist())
 
 
@@ -230,7 +235,7 @@ def test_a_source_held_out_whole_is_left_out_of_training(tmp_path: Path) -> None
     data.sources["b"].validation = 1.0
     prepare(data)
     loader = Loader(data, seed=0, sequences=4)
-    assert {segment.source for _ in range(20) for segment in next(loader).documents} == {"a"}
+    assert {segment.source for _ in range(20) for segment in next(loader).segments} == {"a"}
     data.sources["a"].validation = 1.0
     with pytest.raises(DataError, match="every document is held out"):
         Loader(data, seed=0, sequences=4)
@@ -244,28 +249,28 @@ def ordered(tmp_path: Path, lanes: int, steps: int, **settings: Any) -> list[lis
     for _ in range(steps):
         batch = next(loader)
         assert batch.cu_seqlens is not None
-        assert len(batch.documents) == lanes
-        assert batch.cu_seqlens.diff().tolist() == [segment.length for segment in batch.documents]
-        for lane, segment in enumerate(batch.documents):
+        assert len(batch.segments) == lanes
+        assert batch.cu_seqlens.diff().tolist() == [segment.length for segment in batch.segments]
+        for lane, segment in enumerate(batch.segments):
             rows[lane].append(segment)
     return rows
 
 
-def test_ordered_mode_gives_each_document_in_successive_pieces(tmp_path: Path) -> None:
-    """7, 102 and 35 stored ids are 6, 101 and 34 inputs: 1, 4 and 2 pieces."""
+def test_ordered_mode_gives_each_document_in_successive_segments(tmp_path: Path) -> None:
+    """7, 102 and 35 stored ids are 6, 101 and 34 inputs: 1, 4 and 2 segments."""
     (lane,) = ordered(tmp_path, lanes=1, steps=14)
-    pieces = {0: [(0, 6)], 1: [(0, 32), (32, 32), (64, 32), (96, 5)], 2: [(0, 32), (32, 2)]}
+    segments = {0: [(0, 6)], 1: [(0, 32), (32, 32), (64, 32), (96, 5)], 2: [(0, 32), (32, 2)]}
     for epoch in range(2):
         here = lane[7 * epoch : 7 * epoch + 7]
         order = list(dict.fromkeys(segment.document for segment in here))
         assert sorted(order) == [0, 1, 2]
-        assert [(s.offset, s.length) for s in here] == [piece for d in order for piece in pieces[d]]
+        assert [(s.offset, s.length) for s in here] == [segment for d in order for segment in segments[d]]
         assert [s.fresh for s in here] == [s.offset == 0 for s in here]
         assert {s.epoch for s in here} == {epoch}
 
 
-def test_ordered_mode_in_lanes_reads_every_piece_once(tmp_path: Path) -> None:
-    lanes = ordered(tmp_path, lanes=2, steps=28)  # stretches of ceil(7 / 2) = 4 pieces
+def test_ordered_mode_in_lanes_reads_every_segment_once(tmp_path: Path) -> None:
+    lanes = ordered(tmp_path, lanes=2, steps=28)  # shares of ceil(7 / 2) = 4 segments
     counts = Counter((s.document, s.offset) for lane in lanes for s in lane)
     assert counts == {key: 8 for key in [(0, 0), (1, 0), (1, 32), (1, 64), (1, 96), (2, 0), (2, 32)]}
     for lane in lanes:
@@ -285,7 +290,7 @@ def test_ordered_mode_labels_and_resuming(tmp_path: Path) -> None:
     (source,) = Store(data).sources.values()
     for batch in batches:
         place = 0
-        for segment in batch.documents:
+        for segment in batch.segments:
             ids = source.read(segment.document).tolist()
             stop = segment.offset + segment.length
             assert batch.ids[0, place : place + segment.length].tolist() == ids[segment.offset : stop]
@@ -295,10 +300,10 @@ def test_ordered_mode_labels_and_resuming(tmp_path: Path) -> None:
             place += segment.length
     ranks = [Loader(data, seed=2, sequences=2, rank=rank, world=2, start_sample=20) for rank in range(2)]
     for expected in batches[5:]:
-        assert [segment for loader in ranks for segment in next(loader).documents] == expected.documents
+        assert [segment for loader in ranks for segment in next(loader).segments] == expected.segments
     halves = Loader(data, seed=2, sequences=2, lanes=4)  # two passes of accumulation
     for expected in batches:
-        assert next(halves).documents + next(halves).documents == expected.documents
+        assert next(halves).segments + next(halves).segments == expected.segments
 
 
 def test_lanes_are_shared_by_weight() -> None:

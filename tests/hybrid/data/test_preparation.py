@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.data import DataError, Store, is_prepared, prepare
+from hybrid.data.preparation.prepare import is_prepared, prepare
+from hybrid.data.store import Store
+from hybrid.errors import DataError
 from hybrid.recipe.schema import DataSection, SourceSection
 
 from .corpus import contents, digits_data, stdlib_texts, write_jsonl
@@ -92,7 +94,7 @@ def test_sources_without_documents_and_without_files_are_refused(tmp_path: Path)
 
 
 def test_too_large_a_vocabulary_leaves_nothing_half_made(tmp_path: Path) -> None:
-    """T054."""
+    """google/sentencepiece#4, #727."""
     (tmp_path / "a.txt").write_text("twenty lines of text\n" * 20)
     source = SourceSection(paths=[str(tmp_path / "a.txt")], validation=0)
     data = DataSection(folder=str(tmp_path / "out"), sources={"a": source}, vocab_size=8000)

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybrid.data import DataError, Tokenizer, prepare
-from hybrid.data.preparation.shards import Unit, content_hash, group, held_out
-from hybrid.data.preparation.sources import Input
+from hybrid.data.preparation.prepare import prepare
+from hybrid.data.preparation.readers import Input
+from hybrid.data.preparation.shards import content_hash, held_out, make_units, token_dtype
+from hybrid.data.tokenizer import Tokenizer
+from hybrid.errors import DataError
 
 from .corpus import digits_data
 
@@ -33,8 +35,6 @@ def test_a_shard_holds_begin_text_end_with_counts(tmp_path: Path) -> None:
 
 
 def test_large_vocabularies_are_stored_in_32_bits() -> None:
-    from hybrid.data.preparation.shards import token_dtype
-
     assert [token_dtype(size).str for size in (65536, 65537)] == ["<u2", "<u4"]
 
 
@@ -66,7 +66,7 @@ def test_small_files_share_a_shard() -> None:
     half = 1 << 19
     inputs = [text(half, 0), text(half, 1), text(1, 2), text(2 << 20, 3), text(5, 4)]
     inputs.insert(4, Input("/x/z.jsonl", "/x/z.jsonl", "jsonl", 3))
-    units = group("s", inputs)
+    units = make_units("s", inputs)
     assert [(unit.name, len(unit.inputs)) for unit in units] == [
         ("00000-0", 2),
         ("00001-2", 1),
@@ -75,5 +75,4 @@ def test_small_files_share_a_shard() -> None:
         ("00004-4", 1),
     ]
     assert [unit.size for unit in units] == [1 << 20, 1, 2 << 20, 3, 5]
-    assert group("s", []) == []
-    assert isinstance(units[0], Unit)
+    assert make_units("s", []) == []

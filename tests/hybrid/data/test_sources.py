@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from hybrid.data.preparation.sources import Skips, list_inputs, read_documents
+from hybrid.data.preparation.readers import Skips, read_documents
+from hybrid.data.preparation.sources import list_inputs
 from hybrid.errors import DataError
 from hybrid.recipe.schema import SourceSection
 
@@ -92,7 +93,7 @@ def test_invalid_utf8_names_file_and_byte_or_is_counted(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_line_is_an_error_with_its_place_or_counted(tmp_path: Path, line: str, reason: str) -> None:
-    """T053."""
+    """facebookresearch/lingua#42: one bad line killed the loader."""
     content = "\n".join([GOOD[0], line, GOOD[1], GOOD[2]]) + "\n"
     section = jsonl(tmp_path / "x.jsonl", content)
     with pytest.raises(DataError) as caught:
@@ -108,14 +109,12 @@ def test_a_bad_line_is_an_error_with_its_place_or_counted(tmp_path: Path, line: 
 
 
 def test_two_objects_on_line_500(tmp_path: Path) -> None:
-    """T053."""
     lines = [GOOD[0]] * 499 + [GOOD[1] + GOOD[2]] + [GOOD[0]] * 10
     with pytest.raises(DataError, match=r"x\.jsonl, line 500, column 23: more than one object"):
         read(jsonl(tmp_path / "x.jsonl", "\n".join(lines)))
 
 
 def test_a_cut_last_line(tmp_path: Path) -> None:
-    """T053."""
     content = "\n".join(GOOD)[:-6]
     with pytest.raises(DataError, match=r"x\.jsonl, line 3, column 10: no JSON"):
         read(jsonl(tmp_path / "x.jsonl", content))
@@ -123,7 +122,6 @@ def test_a_cut_last_line(tmp_path: Path) -> None:
 
 
 def test_windows_line_ends_byte_order_mark_and_no_last_newline(tmp_path: Path) -> None:
-    """T053."""
     content = b"\xef\xbb\xbf" + "\r\n".join(GOOD).encode()
     texts, skips = read(jsonl(tmp_path / "x.jsonl", content))
     assert texts == ["document 1", "document 2", "document 3"]
@@ -137,7 +135,6 @@ def test_invalid_utf8_inside_a_line(tmp_path: Path) -> None:
 
 
 def test_empty_files_and_documents_are_counted_and_no_error(tmp_path: Path) -> None:
-    """T053."""
     (tmp_path / "a.jsonl").touch()
     (tmp_path / "b.txt").touch()
     (tmp_path / "c.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.data import DataError, Store, Tokenizer, prepare, train_tokens
+from hybrid.data.preparation.prepare import prepare
+from hybrid.data.store import Store, train_tokens
+from hybrid.data.tokenizer import Tokenizer
+from hybrid.errors import DataError
 from hybrid.recipe.schema import DataSection
 
 from .corpus import contents, digits_data, write_jsonl

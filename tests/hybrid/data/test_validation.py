@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid.data import Batch, DataError, Store, Tokenizer, ValidationSet, prepare
+from hybrid.data.batch import Batch
+from hybrid.data.preparation.prepare import prepare
+from hybrid.data.store import Store
+from hybrid.data.tokenizer import Tokenizer
+from hybrid.data.validation import ValidationSet
+from hybrid.errors import DataError
 from hybrid.recipe.schema import DataSection, SourceSection
 
 from .corpus import digits_data, stdlib_texts, write_jsonl
@@ -36,15 +41,15 @@ def test_every_id_of_the_text_and_its_end_is_a_label_once(tmp_path: Path) -> Non
         assert batch.ids.shape == batch.labels.shape
         assert batch.ids.shape[1] <= 64
         assert batch.cu_seqlens is not None
-        assert batch.cu_seqlens.diff().tolist() == [segment.length for segment in batch.documents]
+        assert batch.cu_seqlens.diff().tolist() == [segment.length for segment in batch.segments]
         place = 0
-        for segment in batch.documents:
+        for segment in batch.segments:
             assert segment.offset % 32 == 0
             assert (batch.ids[0, place] == 1) == (segment.offset == 0)
             place += segment.length
-    order = [(s.document, s.offset) for batch in batches for s in batch.documents]
+    order = [(s.document, s.offset) for batch in batches for s in batch.segments]
     assert sorted(order) == [(0, 0), (1, 0), (1, 32), (1, 64), (1, 96), (2, 0), (2, 32)]
-    again = [(s.document, s.offset) for batch in ValidationSet(data) for s in batch.documents]
+    again = [(s.document, s.offset) for batch in ValidationSet(data) for s in batch.segments]
     assert again == order
 
 
@@ -78,7 +83,7 @@ def test_a_cap_takes_documents_of_all_sources_in_a_fixed_order(tmp_path: Path) -
     prepare(data)
     capped = ValidationSet(data, 200)
     assert capped.tokens == 200
-    kinds = {segment.source for batch in capped for segment in batch.documents}
+    kinds = {segment.source for batch in capped for segment in batch.segments}
     assert kinds == {"a", "b"}
     uncapped = [s.tolist() for s in ValidationSet(data).arrays()]
     taken = [s.tolist() for s in capped.arrays()]
@@ -120,7 +125,7 @@ def test_training_and_validation_share_no_document(tmp_path: Path) -> None:
     data = digits_data(tmp_path, {"a": [str(n) for n in range(80)]}, validation=0.25)
     prepare(data)
     (source,) = Store(data).sources.values()
-    validated = {s.document for batch in ValidationSet(data) for s in batch.documents}
+    validated = {s.document for batch in ValidationSet(data) for s in batch.segments}
     assert validated == set(np.flatnonzero(source.held_out).tolist())
     assert 0 < len(validated) < 80
 

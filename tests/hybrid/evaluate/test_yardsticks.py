@@ -63,7 +63,7 @@ def test_xz_is_the_size_of_the_strongest_preset():
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """A small prepared corpus of two sources."""
-    from hybrid.data import prepare
+    from hybrid.data.preparation.prepare import prepare
     from hybrid.recipe.schema import DataSection, SourceSection
 
     root = tmp_path_factory.mktemp("corpus")
@@ -81,7 +81,8 @@ def prepared(tmp_path_factory):
 
 @pytest.mark.parametrize("cap", [None, 700])
 def test_both_are_measured_on_exactly_what_the_model_is_scored_on(prepared, cap):
-    from hybrid.data import ValidationSet, train_tokens
+    from hybrid.data.store import train_tokens
+    from hybrid.data.validation import ValidationSet
 
     scored = ValidationSet(prepared, cap)
     held_out = []

@@ -63,7 +63,7 @@ def _held(before: list[weakref.ref[Tensor]]) -> int:
 def measure(path: Path, output: Path, **overrides: Any) -> Found:
     """Train two steps of the recipe in `path` (its data prepared) and look at the second."""
     from hybrid import recipe as recipes
-    from hybrid.data import Loader
+    from hybrid.data.loader import Loader
     from hybrid.distributed import world as distributed
     from hybrid.distributed.signals import Signals
     from hybrid.model import HybridLM

@@ -124,7 +124,7 @@ def batches(rank: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(5 + rank)
     rows = [torch.randperm(40, generator=generator)[:count][None] for count in (33, 2)]
     found = [batch_of(rows[0], 4 + rank, 29 - rank), batch_of(rows[1], 2)]
-    return [replace(one, documents=[Segment("text", 0, 0, one.ids.numel())]) for one in found]
+    return [replace(one, segments=[Segment("text", 0, 0, one.ids.numel())]) for one in found]
 
 
 def in_rank(stage: int) -> tuple[float, dict[str, Any], int]:

@@ -49,7 +49,7 @@ def write_text(path: Path, documents: int = 60) -> None:
 
 def prepare(folder: Path) -> Path:
     """Text, tokenizer and shards below `folder`; returns the recipe file."""
-    from hybrid.data import prepare
+    from hybrid.data.preparation.prepare import prepare
 
     text = folder / "text.jsonl"
     write_text(text)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.data import DataError, is_prepared, prepare
+from hybrid.data.preparation.prepare import is_prepared, prepare
+from hybrid.errors import DataError
 
 from .corpus import contents, python_data
 
@@ -22,6 +23,8 @@ def test_several_processes_give_the_bytes_of_one_and_keep_finished_shards(
     tmp_path: Path, python_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hybrid").mkdir()  # as beside a clone: not the package
+    (tmp_path / "hybrid/__init__.py").write_text("raise SystemExit('the wrong package')")
+    (tmp_path / "random.py").write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
     data = python_data(tmp_path, python_model, files=4)
     said: list[str] = []
@@ -44,34 +47,42 @@ def test_several_processes_give_the_bytes_of_one_and_keep_finished_shards(
     assert contents(tmp_path / "out") == alone
 
 
-def test_a_preparation_of_four_processes_killed_half_way_ends_with_the_same_bytes(
+def test_a_preparation_stopped_and_killed_half_way_ends_with_the_same_bytes(
     tmp_path: Path, python_model: Path
 ) -> None:
-    """T053."""
+    """deepseek-ai/DeepSpec#29: a resumed preparation skipped the wrong rows."""
     data = python_data(tmp_path, python_model, files=14)
     prepare(data, processes=1)
     uninterrupted = contents(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
-    code = (
-        "import sys; from hybrid.data import prepare; from hybrid.schema import DataSection, SourceSection\n"
-        "text, out, model = sys.argv[1:]\n"
-        "source = SourceSection(paths=[text], validation=0.2)\n"
-        "prepare(DataSection(folder=out, sources={'py': source}, tokenizer=model), processes=4)\n"
+    script = tmp_path / "script.py"  # whose lines no worker may run
+    script.write_text(
+        "import signal\n"
+        "from hybrid.data.preparation.prepare import prepare\n"
+        "from hybrid.recipe.schema import DataSection, SourceSection\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"source = SourceSection(paths=[{str(tmp_path / 'text')!r}], validation=0.2)\n"
+        f"data = DataSection({data.folder!r}, {{'py': source}}, tokenizer={str(python_model)!r})\n"
+        "prepare(data, processes=4)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "text"), data.folder, str(python_model)]
-    run = subprocess.Popen(command)
 
     def finished() -> int:
         return len(list((tmp_path / "out").glob("py/*.json")))
 
-    wait_until(lambda: finished() >= 3 or run.poll() is not None)
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    run.send_signal(signal.SIGKILL)
-    assert run.wait() == -signal.SIGKILL
-    assert len(children) == 4
-    wait_until(lambda: not any(alive(int(child)) for child in children))
+    for number in (signal.SIGINT, signal.SIGKILL):
+        before = finished()
+        run = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True)
+        wait_until(lambda run=run, before=before: finished() >= before + 2 or run.poll() is not None)
+        workers = spawned(run.pid)
+        run.send_signal(number)
+        _, errors = run.communicate(timeout=60)
+        assert run.returncode == -number
+        assert errors.endswith("KeyboardInterrupt\n" if number == signal.SIGINT else "")
+        assert "resource_tracker" not in errors
+        assert len(workers) == 4
+        wait_until(lambda workers=workers: not any(alive(worker) for worker in workers))
     done = finished()
-    assert 3 <= done < 14
+    assert 4 <= done < 14
     assert not (tmp_path / "out/report.json").exists()
     report = prepare(data, processes=4)
     assert (report.built, report.kept) == (14 - done, done)
@@ -83,6 +94,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.01)
+
+
+def spawned(pid: int) -> list[int]:
+    """The worker processes of a preparation."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for task in tasks for child in task.read_text().split()]
+    return [one for one in children if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
 
 
 def alive(pid: int) -> bool:
@@ -100,22 +118,13 @@ def test_a_worker_that_dies_is_an_error_not_a_hang(tmp_path: Path, python_model:
     killed: list[int] = []
 
     def kill_one() -> None:
-        def workers() -> list[int]:
-            tasks = Path(f"/proc/{pid}/task").glob("*/children")
-            found = [int(child) for task in tasks for child in task.read_text().split()]
-            return [
-                c
-                for c in found
-                if b"hybrid.data.preparation.worker" in Path(f"/proc/{c}/cmdline").read_bytes()
-            ]
-
-        wait_until(lambda: len(workers()) > 0)
-        killed.extend(workers()[:1])
+        wait_until(lambda: len(spawned(pid)) > 0)
+        killed.extend(spawned(pid)[:1])
         os.kill(killed[0], signal.SIGKILL)
 
     thread = threading.Thread(target=kill_one)
     thread.start()
-    with pytest.raises(DataError, match=r"preparing py/.* failed: the process ended \(status -9\)"):
+    with pytest.raises(DataError, match=r"preparing py/\S+, py/\S+ failed: the process ended \(killed"):
         prepare(data, processes=2)
     thread.join()
     assert killed
@@ -124,7 +133,6 @@ def test_a_worker_that_dies_is_an_error_not_a_hang(tmp_path: Path, python_model:
 
 
 def test_bad_lines_in_a_worker_are_reported_with_their_place(tmp_path: Path, python_model: Path) -> None:
-    """T053."""
     data = python_data(tmp_path, python_model, files=3)
     with open(tmp_path / "text/01.jsonl", "a") as file:
         file.write('{"text": "a"} {"text": "b"}\n\n')
