@@ -51,7 +51,7 @@ class Loader(Iterator[Batch]):
         _check(data, sequences, rank, world, start_sample)
         self.store = Store(data)
         self.vocab_size, self.fingerprint = self.store.vocab_size, self.store.fingerprint
-        self.packed = data.boundaries == "respect" or data.order == "document"
+        self.packed = data.boundaries == "respect"  # also in ordered mode, see `_check`
         self._sequences, self._rank, self._world, self._start = sequences, rank, world, start_sample
         self._taken = 0
         dataset = _dataset(data, self.store, seed, lanes or sequences * world)

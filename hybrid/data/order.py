@@ -10,8 +10,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid.data.preparation.shards import content_hash
+
 from .batch import IGNORE, Row, Segment
-from .preparation.shards import content_hash
 from .store import SourceStore
 
 ENDLESS = 1 << 48
