@@ -9,17 +9,16 @@ access (grain's `MapDataset`), so to go on, one number is enough.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 from hybrid.errors import DataError
 from hybrid.recipe.schema import DataSection
 
 from .batch import Batch, collate
 from .order import OrderedRows, ShuffledRows, derived_seed
-from .store import SourceStore, Store
+from .store import Store
 
 
 class Loader(Iterator[Batch]):
@@ -52,7 +51,7 @@ class Loader(Iterator[Batch]):
         _check(data, sequences, rank, world, start_sample)
         self.store = Store(data)
         self.vocab_size, self.fingerprint = self.store.vocab_size, self.store.fingerprint
-        self.packed = data.boundaries == "respect" or data.order == "document"
+        self.packed = data.boundaries == "respect"  # also in ordered mode, see `_check`
         self._sequences, self._rank, self._world, self._start = sequences, rank, world, start_sample
         self._taken = 0
         dataset = _dataset(data, self.store, seed, lanes or sequences * world)
@@ -63,6 +62,7 @@ class Loader(Iterator[Batch]):
 
     @property
     def sample(self) -> int:
+        """The global number of the next sample that no process has read."""
         return self._start + self._taken * self._sequences * self._world
 
     def __next__(self) -> Batch:
@@ -96,17 +96,11 @@ def _dataset(data: DataSection, store: Store, seed: int, lanes: int) -> Any:
             grain.experimental.WindowShuffleMapDataset(
                 grain.MapDataset.source(rows),
                 window_size=rows.in_a_pass,
-                seed=derived_seed(seed, source.name, "windows")
-                >> 33,  # grain takes seeds below 2^32, one more a pass
+                # grain takes seeds below 2^32 and adds one a pass
+                seed=derived_seed(seed, source.name, "windows") >> 33,
             )
         )
-    return grain.MapDataset.mix(streams, [_weight(source) for source in sources])
-
-
-def _weight(source: SourceStore) -> float:
-    if not (np.isfinite(source.weight) and source.weight > 0):
-        raise DataError(f"data.sources.{source.name}.weight is {source.weight}; it must be a number above 0")
-    return float(source.weight)
+    return grain.MapDataset.mix(streams, [float(source.weight) for source in sources])
 
 
 def _check(data: DataSection, sequences: int, rank: int, world: int, start_sample: int) -> None:
@@ -115,15 +109,19 @@ def _check(data: DataSection, sequences: int, rank: int, world: int, start_sampl
             raise DataError(f"data.{name} is {getattr(data, name)!r}; allowed: {', '.join(allowed)}")
     if data.order == "document" and data.boundaries == "cross":
         raise DataError("data.order document keeps documents apart; it needs data.boundaries respect")
-    for name, value in (("data.context", data.context), ("sequences", sequences)):
-        if value < 1:
-            raise DataError(f"{name} is {value}; it must be 1 or more")
-    if data.workers < 0:
-        raise DataError(f"data.workers is {data.workers}; it must be 0 or more")
+    positive = (("data.context", data.context, 1), ("sequences", sequences, 1))
+    for name, value, least in (
+        *positive,
+        ("data.workers", data.workers, 0),
+        ("start_sample", start_sample, 0),
+    ):
+        if value < least:
+            raise DataError(f"{name} is {value}; it must be {least} or more")
+    for name, source in data.sources.items():
+        if not 0 < source.weight < math.inf:
+            raise DataError(f"data.sources.{name}.weight is {source.weight}; it must be a number above 0")
     if not 0 <= rank < world:
         raise DataError(f"rank {rank} of {world} processes; ranks are 0 to {world - 1}")
-    if start_sample < 0:
-        raise DataError(f"start_sample is {start_sample}; it must be 0 or more")
 
 
 def _grain() -> Any:

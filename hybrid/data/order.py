@@ -5,13 +5,14 @@ Everything is computed from the seed, so any place of the stream can be read wit
 
 from __future__ import annotations
 
-import threading
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid.data.preparation.shards import content_hash
+
 from .batch import IGNORE, Row, Segment
-from .preparation.shards import content_hash
 from .store import SourceStore
 
 ENDLESS = 1 << 48
@@ -43,15 +44,12 @@ class _Epochs:
     `sizes`: units of each training document (ids, or segments).
     """
 
-    KEPT = 4
-
     def __init__(
         self, source: SourceStore, documents: NDArray[np.int64], sizes: NDArray[np.int64], seed: int
     ) -> None:
         self.total = int(sizes.sum())
         self._source, self._documents, self._sizes, self._seed = source, documents, sizes, seed
-        self._known: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-        self._lock = threading.Lock()
+        self._epoch = lru_cache(maxsize=4)(self._shuffle)  # few, as each holds all documents
 
     def find(self, place: int) -> tuple[int, int, int]:
         """Find a place of the stream: (epoch, document, place within the document)."""
@@ -61,15 +59,10 @@ class _Epochs:
         document = int(order[at])
         return epoch, int(self._documents[document]), rest - int(ends[at] - self._sizes[document])
 
-    def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _shuffle(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Shuffle an epoch's documents; returns them and the running sums of their sizes."""
-        with self._lock:
-            if epoch not in self._known:
-                while len(self._known) >= self.KEPT:
-                    del self._known[next(iter(self._known))]
-                order = shuffled(len(self._documents), self._seed, self._source.name, epoch)
-                self._known[epoch] = (order, np.cumsum(self._sizes[order]))
-            return self._known[epoch]
+        order = shuffled(len(self._documents), self._seed, self._source.name, epoch)
+        return order, np.cumsum(self._sizes[order])
 
 
 class ShuffledRows:

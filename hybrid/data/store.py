@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid.data.preparation.report import read_report
+from hybrid.data.preparation.shards import BYTES, HASH, IDS, TokenFile, held_out, open_shard
 from hybrid.errors import DataError
 from hybrid.files import damaged
 from hybrid.recipe.schema import DataSection, SourceSection
 
 from .batch import Row, Segment
-from .preparation.report import read_report
-from .preparation.shards import BYTES, HASH, IDS, TokenFile, held_out, open_shard
 from .tokenizer import Tokenizer
 
 

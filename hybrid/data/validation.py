@@ -115,14 +115,12 @@ def _choose(sources: list[SourceStore], cap: int | None, context: int) -> list[t
         for number, source in enumerate(sources)
         for document in np.flatnonzero(source.held_out)
     ]
-    most = None if cap is None else max(context, cap // SHARE_OF_ONE)
-    left = cap
+    left = 1 << 62 if cap is None else cap
+    most = max(context, left // SHARE_OF_ONE)
     chosen = []
     for _, number, document in sorted(found):
-        count = int(sources[number].tokens[document]) - 1
-        if most is not None and left is not None:
-            count = min(count, most, left)
-            left -= count
+        count = min(int(sources[number].tokens[document]) - 1, most, left)
+        left -= count
         if count:
             chosen.append((sources[number], document, count))
     return chosen

@@ -52,6 +52,7 @@ class Skips:
     MOST_PLACES = 20
 
     def add(self, reason: str, place: str, bad: bool = False) -> None:
+        """Count something left out."""
         self.counts[reason] += 1
         self.bad += bad
         if len(self.places) < self.MOST_PLACES:

@@ -52,10 +52,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """List what report.json holds: nothing that depends on how often the preparation was interrupted."""
-        content = asdict(self)
-        for key in ("missing", "built", "kept"):
-            del content[key]
-        return content
+        return {key: value for key, value in asdict(self).items() if key not in ("missing", "built", "kept")}
 
     def __str__(self) -> str:
         rows = [["source", "documents", "held out", "MB", "tokens", "bytes/token", "skipped"]]

