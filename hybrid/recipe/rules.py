@@ -13,7 +13,7 @@ from omegaconf import MISSING
 
 from .coerce import describe
 from .reader import Key
-from .schema import Recipe
+from .schema import FORMATS, Recipe
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "model.norm": ("layernorm", "rmsnorm"),
@@ -21,7 +21,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "model.init": ("paper", "normal"),
     "data.boundaries": ("respect", "cross"),
     "data.order": ("shuffle", "document"),
-    "data.sources.*.format": ("auto", "text", "jsonl", "parquet"),
+    "data.sources.*.format": FORMATS,
     "data.sources.*.bad_lines": ("error", "skip"),
     "optimizer.name": ("adamw", "sgd"),
     "schedule.shape": ("linear", "cosine", "constant"),

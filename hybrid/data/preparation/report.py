@@ -13,8 +13,11 @@ from hybrid.errors import DataError
 from hybrid.files import damaged, read_json
 from hybrid.text import columns
 
-from .readers import Skips
+from .inputs import Skips
 from .shards import HASH, IDS, Unit, held_out, read_sidecar
+
+MOST_SHOWN = 3
+"""Places of what was left out that are printed for a source."""
 
 
 @dataclass
@@ -44,7 +47,7 @@ class Report:
     vocab_size: int
     settings: dict[str, Any]
     sources: dict[str, SourceReport] = field(default_factory=dict)
-    tokenizer_notes: dict[str, int] = field(default_factory=dict)
+    tokenizer_notes: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     """Shards other parts have still to make; the folder is prepared when there are none."""
     built: int = 0
@@ -64,8 +67,23 @@ class Report:
         lines = [columns(rows, left={0})]
         for name, source in self.sources.items():
             lines += [f"{name}: skipped {count:,}: {reason}" for reason, count in source.skipped.items()]
+            lines += [f"  {place}" for place in source.skipped_places[:MOST_SHOWN]]
+            if sum(source.skipped.values()) > MOST_SHOWN:
+                lines.append(f"  ... ({len(source.skipped_places)} places in report.json)")
+        lines += _scripts_in_bytes(self.tokenizer_notes.get("scripts", {}))
         lines.append(f"{self.built} shards built, {self.kept} kept, {len(self.missing)} left to other parts")
         return "\n".join(lines)
+
+
+def _scripts_in_bytes(scripts: dict[str, dict[str, int]]) -> list[str]:
+    """Say which scripts of the tokenizer's sample have characters without an id, where it is 1 % or more."""
+    total = sum(script["characters"] for script in scripts.values())
+    return [
+        f"tokenizer: {script['in_bytes'] / script['characters']:.1%} of the characters of {name} have no id "
+        f"and go to bytes ({script['kinds']:,} kinds; a larger data.vocab_size takes more of them in)"
+        for name, script in scripts.items()
+        if script["in_bytes"] >= script["characters"] / 100 and script["characters"] >= total / 100
+    ]
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -78,10 +96,10 @@ def read_report(path: Path) -> dict[str, Any]:
     return report
 
 
-def report_source(folder: Path, units: list[Unit], validation: float) -> SourceReport:
-    """Sum up a source's finished shards; `validation` is the share of its documents to be held out. Raises
-    DataError when all its shards together hold no document."""
-    report = SourceReport()
+def report_source(folder: Path, units: list[Unit], validation: float, skips: Skips) -> SourceReport:
+    """Sum up a source's finished shards; `validation` is the share of its documents to be held out, `skips`
+    what was left out before files were read. Raises DataError when all its shards hold no document."""
+    report = SourceReport(skipped=dict(skips.counts), skipped_places=list(skips.places))
     indices = []
     for unit in units:
         path = unit.sidecar(folder)

@@ -10,6 +10,7 @@ A unit is one file, or a run of small text files. It becomes three files in `<fo
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,8 @@ from hybrid.errors import DataError
 from hybrid.files import damaged, read_json, replacing, sha256, write_json
 from hybrid.recipe.schema import SourceSection
 
-from .readers import Input, Skips, read_documents
+from .inputs import Input, Skips
+from .readers import read_documents
 
 FORMAT = 1
 IDS, BYTES, HASH = range(3)
@@ -175,7 +177,7 @@ def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer
     skips = Skips()
     rows: list[tuple[int, int, int]] = []
     path.unlink(missing_ok=True)
-    files = [file_identity(item) for item in unit.inputs]
+    files = [file_identity(item, section) for item in unit.inputs]
     with replacing(path.with_suffix(".tokens")) as file:
         for item in unit.inputs:
             for text in read_documents(item, section, skips):
@@ -200,11 +202,13 @@ def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer
     write_json(path, info)
 
 
-def file_identity(item: Input) -> dict[str, Any]:
-    """Read size, time of change (ns) and SHA-256 of a file, by which a later change is found."""
+def file_identity(item: Input, section: SourceSection) -> dict[str, Any]:
+    """Read what a later change of a file is found by: size, time of change (ns) and SHA-256; no hash where
+    it cannot be opened and bad_lines is skip."""
     path = Path(item.path)
     try:
-        digest, stat = sha256(path), path.stat()
+        stat = path.stat()
+        digest = sha256(path) if os.access(path, os.R_OK) or section.bad_lines != "skip" else ""
     except OSError as error:
         raise DataError(f"{item.label}: {error.strerror}") from None
     return {"label": item.label, "size": stat.st_size, "changed": stat.st_mtime_ns, "sha256": digest}
@@ -231,7 +235,7 @@ def difference(folder: Path, unit: Unit, section: SourceSection, tokenizer: Toke
     for item in unit.inputs:
         was = before[item.label]
         changed = Path(item.path).stat().st_mtime_ns != was["changed"]
-        if changed and file_identity(item)["sha256"] != was["sha256"]:
+        if changed and file_identity(item, section)["sha256"] != was["sha256"]:
             return f"{item.label} changed since it was prepared"
     return None
 

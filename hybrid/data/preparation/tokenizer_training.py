@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import io
 import re
+import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import sentencepiece
+from numpy.typing import NDArray
 
 from hybrid.data.tokenizer import SPACE_MARK, Tokenizer, refuse_surrogates
 from hybrid.errors import DataError
 from hybrid.recipe.schema import SourceSection
 
-from .readers import Input, Skips, read_documents
+from .inputs import Input, Skips
+from .readers import read_documents
 from .shards import content_hash, held_out
 
 TRAINING_OPTIONS: dict[str, Any] = {
@@ -40,6 +43,11 @@ TRAINING_OPTIONS: dict[str, Any] = {
 # Longer lines are cut for training only: sentencepiece leaves out lines over 2^20 bytes.
 LONGEST_TRAINING_LINE = 100_000
 
+FIXED_IDS = 256 + 4 + len(TRAINING_OPTIONS["user_defined_symbols"])
+"""Ids that are neither characters nor joined ones: bytes, control and user-defined ids."""
+ALWAYS_CHARACTERS = 256
+"""Ids that characters may take whatever the vocabulary's size; beyond, they get half of it."""
+
 # Documents are sampled in runs of characters, so that one huge document neither fills the sample nor is left
 # out whole.
 SAMPLED_RUN = 16384
@@ -54,6 +62,8 @@ class TrainingNotes:
 
     lines: int = 0
     lines_with_nul: int = 0
+    scripts: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Script -> `characters` in the sample, those `in_bytes` (no id of their own), and distinct `kinds`."""
 
 
 def training_sample(sources: dict[str, tuple[SourceSection, list[Input]]], budget: int) -> list[str]:
@@ -104,13 +114,66 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tuple[Tokenizer, T
             "data.tokenizer_sample_bytes is too small"
         )
     model = io.BytesIO()
+    counts = _count_characters(lines)
+    lines, options = _fit_characters(lines, counts, vocab_size)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, **TRAINING_OPTIONS
+            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, **options
         )
     except RuntimeError as error:
         raise DataError(_reason(str(error), vocab_size)) from None
-    return Tokenizer(model.getvalue()), notes
+    tokenizer = Tokenizer(model.getvalue(), "the trained tokenizer")
+    notes.scripts = _scripts(counts, tokenizer)
+    return tokenizer, notes
+
+
+def _count_characters(lines: list[str]) -> NDArray[np.int64]:
+    """Count each character of the lines, by code point."""
+    counts = np.zeros(0x110000, np.int64)
+    for start in range(0, len(lines), 10_000):
+        text = "".join(lines[start : start + 10_000])
+        counts += np.bincount(np.frombuffer(text.encode("utf-32-le"), np.uint32), minlength=0x110000)
+    return counts
+
+
+def _fit_characters(
+    lines: list[str], counts: NDArray[np.int64], vocab_size: int
+) -> tuple[list[str], dict[str, Any]]:
+    """Choose lines and options for texts that the usual ones do not fit.
+
+    The space gets an id also where it is rare or missing. Where characters would fill the vocabulary (as of
+    Chinese) the rarest are left to bytes: lines are cut at them, as sentencepiece itself leaves out at most
+    2 %."""
+    options = dict(TRAINING_OPTIONS)
+    total, coverage = int(counts.sum()), options["character_coverage"]
+    room = vocab_size - FIXED_IDS
+    if counts[ord(" ")] <= (1 - coverage) * total:
+        options["required_chars"] = SPACE_MARK
+        room -= 1
+    most = max(room // 2, min(room, ALWAYS_CHARACTERS))
+    frequent = np.argsort(-counts, kind="stable")
+    needed = int(np.searchsorted(np.cumsum(counts[frequent]), coverage * total)) + 1
+    if 0 < most < needed:
+        options["character_coverage"] = 1.0
+        rare = {int(code): "\n" for code in frequent[most:] if counts[code]}
+        lines = [part for line in lines for part in line.translate(rare).split("\n") if part]
+    return lines, options
+
+
+def _scripts(counts: NDArray[np.int64], tokenizer: Tokenizer) -> dict[str, dict[str, int]]:
+    """Count the sample's characters by script, as Unicode names them, and those without an id."""
+    known = {tokenizer.bytes_of(token) for token in range(tokenizer.vocab_size)}
+    known -= {bytes([byte]) for byte in range(128, 256)}
+    found: dict[str, dict[str, int]] = {}
+    for code in np.flatnonzero(counts):
+        character, count = chr(code), int(counts[code])
+        letter = unicodedata.category(character)[0] in "LM"
+        script = unicodedata.name(character, "other").split()[0].lower() if letter else "digits and signs"
+        entry = found.setdefault(script, {"characters": 0, "in_bytes": 0, "kinds": 0})
+        entry["characters"] += count
+        entry["in_bytes"] += 0 if character.encode() in known else count
+        entry["kinds"] += 1
+    return dict(sorted(found.items(), key=lambda item: -item[1]["characters"]))
 
 
 def _reason(message: str, vocab_size: int) -> str:

@@ -78,3 +78,44 @@ def test_lines_with_nul_are_left_out_of_training_and_counted() -> None:
     assert tokenizer.decode(tokenizer.encode(texts[0])) == texts[0]
     with pytest.raises(DataError, match=r"no text .* \(2 lines with NUL are left out\)"):
         train_tokenizer(["a\0b\n\0"], 300)
+
+
+def _written(first: int, last: int, spaces: bool = False) -> list[str]:
+    """Lines of letters from a range of code points, frequent ones first."""
+    draw = random.Random(first)
+    letters = [chr(code) for code in range(first, last)]
+    shares = [1 / (rank + 1) for rank in range(len(letters))]
+    lines = ["".join(draw.choices(letters, shares, k=60)) for _ in range(200)]
+    return [" ".join(line[at : at + 6] for at in range(0, 60, 6)) for line in lines] if spaces else lines
+
+
+SCRIPTS = {
+    "dna": ["".join(random.Random(n).choices("ACGT", k=70)) for n in range(200)],
+    "chinese": _written(0x4E00, 0x6500),
+    "japanese": _written(0x3041, 0x3097),
+    "thai": _written(0x0E01, 0x0E3A),
+    "arabic": _written(0x0627, 0x064A, spaces=True),
+    "emoji": _written(0x1F300, 0x1F600),
+    "code": [text[:20_000] for text in stdlib_texts(2)],
+}
+
+
+@pytest.mark.parametrize("vocab_size", [400, 600])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_gets_a_tokenizer_that_keeps_every_text(script: str, vocab_size: int) -> None:
+    """Corpora without a space, or of more characters than the vocabulary has room for."""
+    tokenizer, notes = train_tokenizer(SCRIPTS[script], vocab_size)
+    assert tokenizer.vocab_size == vocab_size
+    others = [" ", "a  b ", "\t\r\n", "".join(map(chr, range(256))), "漢字 ไทย عربي 👩‍👩‍👧 \U0010ffff"]
+    for text in [*SCRIPTS[script][:20], *others]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    size = sum(len(text.encode()) for text in SCRIPTS[script])
+    assert sum(len(tokenizer.encode(text)) for text in SCRIPTS[script]) < size
+    counted = sum(entry["characters"] for entry in notes.scripts.values())
+    assert counted == sum(len(text.replace("\n", "")) for text in SCRIPTS[script])
+
+
+def test_characters_without_an_id_are_counted_by_script() -> None:
+    _, notes = train_tokenizer([*SCRIPTS["chinese"], *SCRIPTS["dna"]], 400)
+    assert notes.scripts["latin"] == {"characters": 14_000, "in_bytes": 0, "kinds": 4}
+    assert 0 < notes.scripts["cjk"]["in_bytes"] < notes.scripts["cjk"]["characters"] == 12_000

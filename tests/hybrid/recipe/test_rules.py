@@ -31,7 +31,11 @@ pytestmark = pytest.mark.usefixtures("two_kinds")
         ),
         (["parallel.sequence=2", "data.order=document"], "data.order", "pieces of unequal length"),
         (["model.norm=batchnorm"], "model.norm", "allowed: layernorm, rmsnorm"),
-        (["data.sources.code.format=csv"], "data.sources.code.format", "allowed: auto, text, jsonl, parquet"),
+        (
+            ["data.sources.code.format=tar"],
+            "data.sources.code.format",
+            "allowed: auto, text, jsonl, json, csv",
+        ),
         (["data.sources.code.weight=0"], "data.sources.code.weight", "more than 0"),
         (["data.sources.code.paths=[]"], "data.sources.code.paths", "at least one"),
         (["data.sources.code=null", "data.sources.books=null"], "data.sources", "at least one source"),
