@@ -11,14 +11,16 @@ import re
 import types
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from omegaconf import MISSING
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _NUMBER = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # of a JSON escape, or of bytes typed that are not UTF-8
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a table"}
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
@@ -56,18 +58,12 @@ def coerce(value: Any, kind: Any) -> Any:
             return float(text)
         raise ValueError(f"expected a finite number, found {shown(value)}")
     elif kind is str and isinstance(value, str):
-        return _unicode(value)
+        if not _SURROGATE.search(value):
+            return value
+        raise ValueError(f"expected text in valid Unicode, found {shown(value)}")
     elif kind not in _NAMES:
         raise ValueError(f"cannot be set from a recipe (its type is {kind})")
     raise ValueError(f"expected {describe(kind)}, found {shown(value)}")
-
-
-def _unicode(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # a JSON escape, or bytes of the command line that are not UTF-8
-        raise ValueError(f"expected text in valid Unicode, found {shown(text)}") from None
-    return text
 
 
 def _coerce_union(value: Any, kind: Any, members: tuple[Any, ...]) -> Any:
@@ -77,10 +73,8 @@ def _coerce_union(value: Any, kind: Any, members: tuple[Any, ...]) -> Any:
     if len(others) == 1:
         return coerce(value, others[0])
     for member in others:
-        try:
+        with suppress(ValueError):
             return coerce(value, member)
-        except ValueError:
-            continue
     raise ValueError(f"expected {describe(kind)}, found {shown(value)}")
 
 
@@ -99,7 +93,7 @@ def describe(kind: Any) -> str:
     """Describe a type in words."""
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join("null" if member is type(None) else describe(member) for member in members)
+        return " or ".join(map(describe, members))
     if origin is Literal:
         return "one of " + ", ".join(map(str, members))
     if origin in (list, tuple, Sequence):

@@ -163,13 +163,14 @@ class LayerTable:
                 values[name] = coerce(value, kinds[name])
             except ValueError as error:
                 self._problem(key, str(error))
-        wanted = list(used | given)
-        for field in dataclasses.fields(options):
-            has_default = {field.default, field.default_factory} != {dataclasses.MISSING}
-            if field.init and not has_default and field.name not in wanted:
-                wanted.append(field.name)
-                self._problem(f"layers.{letter}.{field.name}", f"{kind} needs a value here")
-        if values.keys() != set(wanted):
+        required = {
+            field.name
+            for field in dataclasses.fields(options)
+            if field.init and field.default is field.default_factory is dataclasses.MISSING
+        }
+        for name in sorted(required - (used | given).keys()):
+            self._problem(f"layers.{letter}.{name}", f"{kind} needs a value here")
+        if not values.keys() >= required | used.keys() | given.keys():
             return
         try:
             self.specs[letter] = LayerSpec(letter, kind, options(**values))
@@ -186,9 +187,7 @@ class LayerTable:
     def _check_sites(self) -> None:
         """What the kinds refuse: options that do not fit the hidden size, unequal shared values."""
         widths: dict[str, tuple[str, int]] = {}
-        for letter in dict.fromkeys([*self.letters, *self.specs]):
-            if letter not in self.specs:
-                continue  # said already
+        for letter in sorted(self.specs, key=lambda letter: self._site(letter).layer):
             kind, options = self.specs[letter].kind, self.specs[letter].options
             mixer, site = layers.mixer_class(kind), self._site(letter)
             try:

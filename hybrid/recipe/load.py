@@ -26,7 +26,7 @@ from .reader import COMMAND_LINE, Problem, RecipeError, RecipeText, Tree, join
 from .rules import examine
 from .schema import OTHER_NAMES, RENAMED, Recipe
 
-_MALFORMED = re.compile(r"(?<!\\)(?:\\\\)*(\$\{(?![A-Za-z_][\w-]*(?:\.[\w-]+)*\})[^}]{0,40}[^}]*?\}?)")
+_MALFORMED = re.compile(r"(?<!\\)(?:\\\\)*(\$\{(?![A-Za-z_][\w-]*(?:\.[\w-]+)*\})[^}]{0,40}\}?)")
 """A "${" that is not escaped and does not begin a reference such as ${model.hidden_size}."""
 
 
@@ -45,92 +45,22 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | N
         RecipeError: with everything that is wrong, each with the key and where it was written.
     """
     text = RecipeText(path, overrides)
-    builder = _Builder()
-    recipe = builder.build(text.tables)
-    problems, table = examine(recipe, world_size, {problem.key for problem in builder.problems})
-    if table is not None and not table.problems:
-        problems += _idle_defaults(text, table)
-        table.fill()
-    problems = builder.problems + problems
+    merged = cast(Tree, OmegaConf.to_container(OmegaConf.structured(Recipe)))
+    for table in text.tables:
+        # an empty section changes nothing
+        _overlay(merged, {name: v for name, v in table.items() if v is not None or name not in merged})
+    problems: list[Problem] = []
+    _drop_malformed(merged, "", problems)
+    resolved = _resolve(merged, OmegaConf.create(merged), "", problems)
+    recipe: Recipe = _typed(Recipe, resolved, "", problems)
+    found, layers = examine(recipe, world_size, {problem.key for problem in problems})
+    problems += found
+    if layers is not None and not layers.problems:
+        problems += _idle_defaults(text, layers)
+        layers.fill()
     if text.problems or problems:
         raise RecipeError([*text.problems, *map(text.locate, problems)], str(path))
     return recipe
-
-
-class _Builder:
-    """Make a typed recipe of tables of text; `problems` are the keys that cannot be read."""
-
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
-
-    def build(self, tables: Sequence[Tree]) -> Recipe:
-        """Merge tables over the defaults; keys that cannot be read keep theirs (or OmegaConf's "???")."""
-        merged = cast(Tree, OmegaConf.to_container(OmegaConf.structured(Recipe)))
-        for table in tables:
-            # an empty section changes nothing
-            _overlay(merged, {name: v for name, v in table.items() if v is not None or name not in merged})
-        self._drop_malformed(merged, "")
-        return self._typed(Recipe, self._resolved(merged, OmegaConf.create(merged), ""), "")
-
-    def _drop_malformed(self, tree: Tree, key: str) -> None:
-        """Nothing but other keys may be looked up: OmegaConf would read the environment, too."""
-        for name, value in list(tree.items()):
-            if isinstance(value, dict):
-                self._drop_malformed(value, join(key, name))
-            elif found := next(filter(None, map(_MALFORMED.search, _texts(value))), None):
-                words = (
-                    f"{found[1]!r} is not a reference: only other keys can be referred to, such as "
-                    r"${model.hidden_size}; nothing else is looked up or evaluated. Write \${ for the text ${"
-                )
-                self.problems.append(Problem(join(key, name), words))
-                del tree[name]
-
-    def _resolved(self, tree: Tree, config: DictConfig, key: str) -> Tree:
-        """Replace references by what they refer to; unresolvable keys are left out."""
-        found: Tree = {}
-        for name, value in tree.items():
-            inner = join(key, name)
-            try:
-                meant = config[name]
-                if isinstance(value, dict):
-                    meant = self._resolved(value, meant, inner)
-                elif OmegaConf.is_config(meant):
-                    meant = OmegaConf.to_container(meant, resolve=True)
-                found[name] = meant
-            except errors.MissingMandatoryValue:
-                found[name] = MISSING
-            except errors.InterpolationKeyError:
-                self.problems.append(Problem(inner, f"{value!r} refers to a key that does not exist"))
-            except errors.InterpolationToMissingValueError:
-                self.problems.append(Problem(inner, f"{value!r} refers to a key without a value"))
-            except (errors.InterpolationResolutionError, RecursionError):
-                self.problems.append(Problem(inner, f"{value!r} refers to itself in a circle"))
-        return found
-
-    def _typed(self, kind: Any, value: Any, key: str) -> Any:
-        """Convert a value to `kind`, a schema's class, a dict or what `coerce` knows.
-
-        ValueError says what is wrong with the value itself; what is within it goes to `problems`.
-        """
-        is_section = dataclasses.is_dataclass(kind)
-        if not is_section and typing.get_origin(kind) is not dict:
-            return coerce(value, kind)
-        if not isinstance(value, dict):
-            raise ValueError(f"expected a table of keys, found {shown(value)}")
-        kinds = typing.get_type_hints(kind) if is_section else dict.fromkeys(value, typing.get_args(kind)[1])
-        found: Tree = {}
-        for name, written in value.items():
-            inner = join(key, name)
-            try:
-                if inner in RENAMED:
-                    raise ValueError(f"was renamed {RENAMED[inner]}")
-                if name not in kinds:
-                    raise ValueError(f"unknown key{_nearest_key(name, kinds, key)}")
-                if written is not None or not dataclasses.is_dataclass(kinds[name]):
-                    found[name] = self._typed(kinds[name], written, inner)
-            except ValueError as error:
-                self.problems.append(Problem(inner, str(error)))
-        return kind(**found) if is_section else found
 
 
 def _overlay(tree: Tree, above: Tree) -> None:
@@ -141,6 +71,20 @@ def _overlay(tree: Tree, above: Tree) -> None:
             tree[name] = value
 
 
+def _drop_malformed(tree: Tree, key: str, problems: list[Problem]) -> None:
+    """Leave out what OmegaConf would look up elsewhere than in the recipe, such as in the environment."""
+    for name, value in list(tree.items()):
+        if isinstance(value, dict):
+            _drop_malformed(value, join(key, name), problems)
+        elif found := next(filter(None, map(_MALFORMED.search, _texts(value))), None):
+            words = (
+                f"{found[1]!r} is not a reference: only other keys can be referred to, such as "
+                r"${model.hidden_size}; nothing else is looked up or evaluated. Write \${ for the text ${"
+            )
+            problems.append(Problem(join(key, name), words))
+            del tree[name]
+
+
 def _texts(value: Any) -> Iterator[str]:
     """Find every text in a value, such as those of a list."""
     if isinstance(value, str):
@@ -148,6 +92,55 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _texts(inner)
+
+
+def _resolve(tree: Tree, config: DictConfig, key: str, problems: list[Problem]) -> Tree:
+    """Replace references by what they refer to; unresolvable keys are left out."""
+    found: Tree = {}
+    for name, value in tree.items():
+        inner = join(key, name)
+        try:
+            meant = config[name]
+            if isinstance(value, dict):
+                meant = _resolve(value, meant, inner, problems)
+            elif OmegaConf.is_config(meant):
+                meant = OmegaConf.to_container(meant, resolve=True)
+            found[name] = meant
+        except errors.MissingMandatoryValue:
+            found[name] = MISSING
+        except errors.InterpolationKeyError:
+            problems.append(Problem(inner, f"{value!r} refers to a key that does not exist"))
+        except errors.InterpolationToMissingValueError:
+            problems.append(Problem(inner, f"{value!r} refers to a key without a value"))
+        except (errors.InterpolationResolutionError, RecursionError):
+            problems.append(Problem(inner, f"{value!r} refers to itself in a circle"))
+    return found
+
+
+def _typed(kind: Any, value: Any, key: str, problems: list[Problem]) -> Any:
+    """Convert a value to `kind`: a section's class, a table of sections, or what `coerce` knows.
+
+    ValueError says what is wrong with the value itself; what is wrong within it goes to `problems`.
+    """
+    is_section = dataclasses.is_dataclass(kind)
+    if not is_section and typing.get_origin(kind) is not dict:
+        return coerce(value, kind)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a table of keys, found {shown(value)}")
+    kinds = typing.get_type_hints(kind) if is_section else dict.fromkeys(value, typing.get_args(kind)[1])
+    found: Tree = {}
+    for name, written in value.items():
+        inner = join(key, name)
+        try:
+            if inner in RENAMED:
+                raise ValueError(f"was renamed {RENAMED[inner]}")
+            if name not in kinds:
+                raise ValueError(f"unknown key{_nearest_key(name, kinds, key)}")
+            if written is not None or not dataclasses.is_dataclass(kinds[name]):
+                found[name] = _typed(kinds[name], written, inner, problems)
+        except ValueError as error:
+            problems.append(Problem(inner, str(error)))
+    return kind(**found) if is_section else found
 
 
 def _nearest_key(name: str, siblings: Collection[str], section: str) -> str:
@@ -180,10 +173,7 @@ _Dumper.add_representer(
     str, lambda to, text: to.represent_scalar(f"{_TAG}str", text, style='"' if looks_typed(text) else None)
 )
 _Dumper.add_representer(
-    list,
-    lambda to, items: to.represent_sequence(
-        f"{_TAG}seq", items, flow_style=all(len(str(item)) <= 12 for item in items)
-    ),
+    list, lambda to, items: to.represent_sequence(f"{_TAG}seq", items, all(len(str(i)) <= 12 for i in items))
 )
 
 

@@ -7,7 +7,8 @@ the type of the key.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import resources
 from itertools import accumulate
@@ -20,8 +21,8 @@ from hybrid.errors import UserError
 from hybrid.layers.errors import did_you_mean
 
 Tree = dict[str, Any]
-Note = Callable[[str, int, bool], None]
-"""Told every key that is read (as "section.key"), its line, and whether its table has it already."""
+Lines = dict[str, list[int]]
+"""Key, as "section.key" -> every line where it is written."""
 
 COMMAND_LINE = "command line"
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -80,22 +81,17 @@ class RecipeText:
             circle = [*based_on_it[based_on_it.index(resolved) :], resolved]
             names = " -> ".join(file.name for file in circle)
             raise RecipeError([f"base: the files name one another in a circle: {names}"], path.name)
-        places: dict[str, str] = {}
-
-        def note(key: str, line: int, again: bool) -> None:
-            places[key] = f"{path.name}:{line}"
-            if again:
-                self.problems.append(f"{key} ({places[key]}): written twice")
-
-        table = _read_table(path, note)
-        places.pop("base", None)
+        lines: Lines = defaultdict(list)
+        table = _read_table(path, lines)
         base = table.pop("base", None)
         if isinstance(base, str):
             self._read_file(find(base, path.parent, f"base ({path.name}): "), (*based_on_it, resolved))
         elif base is not None:
             raise RecipeError([f"base ({path.name}): expected the name of one recipe file"], path.name)
         self.tables.append(table)
-        self.places |= places
+        self.places |= {key: f"{path.name}:{at[-1]}" for key, at in lines.items() if key != "base"}
+        twice = [key for key, at in lines.items() if len(at) > 1]
+        self.problems += [f"{key} ({self.places[key]}): written twice" for key in twice]
 
     def _read_override(self, override: str) -> None:
         key, equals, text = override.partition("=")
@@ -111,14 +107,15 @@ class RecipeText:
         tree: Any = None if text in _NULL else text
         if text[:1] + text[-1:] in ("[]", "{}", '""', "''") and len(text) > 1:
             with suppress(yaml.YAMLError, RecursionError):  # else it is a text like any other
-                node = yaml.compose(text, _Loader)
-                tree = _plain(node, key, lambda inner, *_: self.places.update({inner: COMMAND_LINE}))
+                lines: Lines = defaultdict(list)
+                tree = _plain(yaml.compose(text, _Loader), key, lines)
+                self.places |= dict.fromkeys(lines, COMMAND_LINE)
         for name in reversed(key.split(".")):
             tree = {name: tree}
         self.tables.append(tree)
 
 
-def _read_table(path: Path, note: Note) -> Tree:
+def _read_table(path: Path, lines: Lines) -> Tree:
     """Read a YAML or JSON file. RecipeError says why it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -127,7 +124,7 @@ def _read_table(path: Path, note: Note) -> Tree:
             # to YAML a tab is no white space, and some characters end a line or are not printable
             text = text.translate({9: " ", 127: r"\x7f"}).encode("ascii", "backslashreplace").decode()
         node = yaml.compose(text, _Loader)
-        tree = {} if node is None else _plain(node, "", note)
+        tree = {} if node is None else _plain(node, "", lines)
         words = None if isinstance(tree, dict) else "a recipe is a table of sections (model, data, ...)"
     except (OSError, UnicodeDecodeError) as error:
         words = f"cannot be read: {error}"
@@ -164,7 +161,7 @@ class _Loader(yaml.BaseLoader):
         return node
 
 
-def _plain(node: yaml.Node, key: str, note: Note) -> Any:
+def _plain(node: yaml.Node, key: str, lines: Lines) -> Any:
     """A node's texts, lists and tables."""
     if isinstance(node, yaml.ScalarNode):
         if node.style is None and node.value in _NULL:
@@ -172,12 +169,12 @@ def _plain(node: yaml.Node, key: str, note: Note) -> Any:
         # JSON writes a character beyond U+FFFF as two escapes
         return node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(item, key, note) for item in node.value]
+        return [_plain(item, f"{key}.{index}", lines) for index, item in enumerate(node.value)]
     tree: Tree = {}
     for name_node, value in node.value:
-        name = str(name_node.value)
-        note(join(key, name), name_node.start_mark.line + 1, name in tree)
-        tree[name] = _plain(value, join(key, name), note)
+        inner = join(key, str(name_node.value))
+        lines[inner].append(name_node.start_mark.line + 1)
+        tree[str(name_node.value)] = _plain(value, inner, lines)
     return tree
 
 

@@ -58,7 +58,8 @@ def examine(
     faulty |= {problem.key for problem in found}
     found += [problem for problem in _agreements(recipe) if problem.key not in faulty]
     if not faulty & {"train.batch_size", "train.micro_batch_size", "parallel.sequence"}:
-        found += _batch(recipe, world_size)
+        geometry = _geometry(recipe, world_size)
+        found += [geometry] if isinstance(geometry, Problem) else []
     faulty |= {problem.key for problem in found}
     if faulty & {"model", "model.pattern", "model.hidden_size", "model.expanded"}:
         return found, None
@@ -110,11 +111,10 @@ def _agreements(recipe: Recipe) -> Iterator[Problem]:
             f"a sequence is read in chunks ({train.tbptt_chunks}) or sharded over ranks (parallel.sequence "
             f"{recipe.parallel.sequence}), not both: one of the two must be 1",
         )
-    if train.checkpoint_copy:
-        run, copy = Path(train.output).resolve(), Path(train.checkpoint_copy).resolve()
-        if copy.is_relative_to(run):
-            words = f"is {train.checkpoint_copy}, in train.output {train.output} itself: name another folder"
-            yield Problem("train.checkpoint_copy", words)
+    copy, run = train.checkpoint_copy, train.output
+    if copy and Path(copy).resolve().is_relative_to(Path(run).resolve()):
+        words = f"is {copy}, in train.output {run} itself: name another folder"
+        yield Problem("train.checkpoint_copy", words)
     if not re.fullmatch(r"[\w.-]+", str(train.resume)):
         yield Problem("train.resume", f"is {train.resume!r}; allowed: auto, never, or a tag's name")
     expansion, hidden = recipe.model.ffn_expansion, recipe.model.hidden_size
@@ -149,25 +149,17 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(f"{key}.paths", "needs at least one file, folder, glob or built-in corpus")
 
 
-def _batch(recipe: Recipe, world_size: int | None) -> Iterator[Problem]:
-    """With an unknown number of processes: what no number of processes can put right."""
-    batch, micro = recipe.train.batch_size, recipe.train.micro_batch_size
-    if world_size is not None:
-        found = _geometry(recipe, world_size)
-        if isinstance(found, Problem):
-            yield found
-    elif micro is not None and batch % micro:
-        yield Problem("train.batch_size", f"{batch} is no multiple of train.micro_batch_size {micro}")
-
-
-def _geometry(recipe: Recipe, world_size: int) -> Geometry | Problem:
-    """The batch arithmetic for `world_size` processes, or what does not divide."""
+def _geometry(recipe: Recipe, world_size: int | None) -> Geometry | Problem:
+    """The batch arithmetic, or what does not divide: for None what no number of processes can put right."""
     sequence, batch, micro = recipe.parallel.sequence, recipe.train.batch_size, recipe.train.micro_batch_size
+    if world_size is None:
+        if micro is not None and batch % micro:
+            return Problem("train.batch_size", f"{batch} is no multiple of train.micro_batch_size {micro}")
+        world_size = sequence
+    ranks, parallel = f"{world_size} processes / {sequence} ranks per sequence", world_size // sequence
     if world_size % sequence:
-        words = f"{world_size} processes / {sequence} ranks per sequence does not divide"
-        return Problem("parallel.sequence", words)
-    parallel = world_size // sequence
-    ranks = f"{world_size} processes / {sequence} ranks per sequence = {parallel} data-parallel"
+        return Problem("parallel.sequence", f"{ranks} does not divide")
+    ranks += f" = {parallel} data-parallel"
     if micro is None:
         if batch % parallel:
             return Problem("train.batch_size", f"{batch} sequences do not divide over {ranks}")
