@@ -57,7 +57,7 @@ def examine(
     found = list(_bounds(recipe, "", faulty))
     faulty |= {problem.key for problem in found}
     found += [problem for problem in _agreements(recipe) if problem.key not in faulty]
-    if not faulty & {"train.batch_size", "train.micro_batch_size", "parallel.sequence"}:
+    if not faulty & {"train", "train.batch_size", "train.micro_batch_size", "parallel.sequence"}:
         geometry = _geometry(recipe, world_size)
         found += [geometry] if isinstance(geometry, Problem) else []
     faulty |= {problem.key for problem in found}
