@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -35,7 +35,12 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Suggest the known name nearest to a mistyped one: "; did you mean NAME?", or nothing."""
+def did_you_mean(
+    name: object, known: Iterable[str], cutoff: float = 0.6, shown: Mapping[str, str] | None = None
+) -> str:
+    """Suggest the known name nearest to a mistyped one: "; did you mean NAME?", or nothing.
+
+    `shown` may give known names a longer form, such as a whole path.
+    """
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {(shown or {}).get(near[0], near[0])}?" if near else ""

@@ -101,9 +101,10 @@ def _shape(tensor: Tensor) -> str:
 def _renamed(stored: dict[str, Any]) -> dict[str, Any]:
     """Give the keys of a recipe stored by an earlier version the names they have today."""
     found = {section: dict(keys) for section, keys in stored.items()}
-    for (section, old), (_, new) in RENAMED.items():
-        if old in found.get(section, {}):
-            found[section][new] = found[section].pop(old)
+    for old, new in RENAMED.items():
+        section, _, name = old.partition(".")
+        if name in found.get(section, {}):
+            found[section][new.partition(".")[2]] = found[section].pop(name)
     return found
 
 

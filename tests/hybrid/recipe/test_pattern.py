@@ -76,10 +76,10 @@ def test_caret_stays_in_sight_in_a_long_pattern():
     "pattern", ["(K9999)9999", "((((((K99)99)99)99)99)99)99", "(" * 50_000 + "K" + ")99" * 50_000]
 )
 def test_huge_repetitions_are_refused_without_being_written_out(pattern):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(PatternError, match="more than 4096 layers"):
         expand(pattern)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)

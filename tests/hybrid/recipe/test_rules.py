@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("two_kinds")
             "parallel.sequence",
             "130 tokens (data.context) / 4 ranks per sequence does not divide",
         ),
-        (["parallel.sequence=2", "data.order=document"], "data.order", "pieces of unequal length"),
+        (["parallel.sequence=2", "data.order=document"], "data.order", "rows of unequal length"),
         (["model.norm=batchnorm"], "model.norm", "allowed: layernorm, rmsnorm"),
         (["data.sources.code.format=csv"], "data.sources.code.format", "allowed: auto, text, jsonl, parquet"),
         (["data.sources.code.weight=0"], "data.sources.code.weight", "more than 0"),

@@ -204,11 +204,11 @@ def test_a_checkpoint_of_an_earlier_version_holds_the_chunks_under_their_old_nam
         (
             ["model.pattern=RWF"],
             r"tbptt_chunks.*: is 4, but layer 2 \('F', full\) keeps every token: its state has 2,\d+ bytes a "
-            r"sequence after data.context 16 tokens and \d+ after a piece",
+            r"sequence after data.context 16 tokens and \d+ after a chunk",
         ),
-        (["model.pattern=R", "data.context=3"], "tbptt_chunks.*: 4 pieces of data.context 3 tokens"),
+        (["model.pattern=R", "data.context=3"], "tbptt_chunks.*: 4 chunks of data.context 3 tokens"),
         (["model.pattern=R", "train.tbptt_chunks=0"], "tbptt_chunks.* is 0; allowed: 1 or more"),
-        (["model.pattern=R", "parallel.sequence=2"], "tbptt_chunks.* or cut over ranks .*not both"),
+        (["model.pattern=R", "parallel.sequence=2"], "tbptt_chunks.* or sharded over ranks .*not both"),
     ],
 )
 def test_pieces_that_cannot_be_are_refused(tiny_recipe: Path, overrides: list[str], words: str):
