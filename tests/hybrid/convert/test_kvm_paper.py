@@ -21,7 +21,7 @@ from hybrid.recipe.letters import layer_specs
 from hybrid.recipe.pattern import expand
 from hybrid.verify.vectors import below, read_cases
 
-VECTORS = Path(__file__).parent.parent / "vectors"
+VECTORS = Path(__file__).parents[2] / "vectors"
 
 
 def published(**changes):

@@ -14,7 +14,7 @@ from hybrid.model.init import INITS
 from hybrid.recipe import RecipeError, layer_specs, load, save, shipped, to_yaml
 from hybrid.recipe.rules import CHOICES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = """\
 model:
   pattern: WFW
