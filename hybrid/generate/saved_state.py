@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from hybrid.model import state_file
-from hybrid.model.state import HybridState, StateError
+from hybrid.model.state import HybridState, StateError, digest, read_file, write_file
 
 if TYPE_CHECKING:
     from hybrid.data import Tokenizer
@@ -49,12 +48,12 @@ class Bookmark:
         texts, tensors = self.state.parts()
         facts = {"draws": self.draws, "model": self.model, "tokenizer": self.tokenizer}
         own = {"bookmark.logits": self.logits, "bookmark.seen": self.seen}
-        state_file.write(path, {**texts, "bookmark": json.dumps(facts)}, {**tensors, **own})
+        write_file(path, {**texts, "bookmark": json.dumps(facts)}, {**tensors, **own})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote; StateError when the file is something else, or damaged."""
-        texts, tensors = state_file.read(path)
+        texts, tensors = read_file(path)
         if "bookmark" not in texts:
             raise StateError(
                 f"{path}: a state without the text's end (hybrid generate --save-state keeps both)"
@@ -83,4 +82,4 @@ class Bookmark:
 
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 over the parameters' names, types and values."""
-    return state_file.digest_of(dict(model.named_parameters()))
+    return digest(dict(model.named_parameters()))

@@ -76,7 +76,7 @@ def written(model, prompts, **settings):
 def assert_same_end(found: Bookmark, expected: Bookmark):
     assert found.state.position == expected.state.position
     assert difference(found.logits, expected.logits) <= 1e-6
-    one, other = found.state._tensors(), expected.state._tensors()
+    one, other = found.state.tensors(), expected.state.tensors()
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert tensor.shape == other[name].shape, name

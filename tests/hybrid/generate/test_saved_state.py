@@ -6,8 +6,7 @@ from safetensors.torch import save_file
 
 from hybrid.generate import GenerateError, generate
 from hybrid.generate.saved_state import Bookmark
-from hybrid.model import state_file
-from hybrid.model.state import StateError
+from hybrid.model.state import StateError, write_file
 
 from ..mini import ids, mini
 from .test_ragged import Ids, small
@@ -122,9 +121,9 @@ def test_a_file_without_its_facts_is_damaged(tmp_path):
     texts, tensors = mark.state.parts()
     own = {"bookmark.logits": mark.logits, "bookmark.seen": mark.seen}
     for facts, words in (("{}", "draws"), ("{", "JSON"), ("3", "mapping")):
-        state_file.write(tmp_path / "s", {**texts, "bookmark": facts}, {**tensors, **own})
+        write_file(tmp_path / "s", {**texts, "bookmark": facts}, {**tensors, **own})
         with pytest.raises(StateError, match=f"damaged .*{words}"):
             Bookmark.load(tmp_path / "s")
-    state_file.write(tmp_path / "s", {**texts, "bookmark": "{}"}, tensors)
+    write_file(tmp_path / "s", {**texts, "bookmark": "{}"}, tensors)
     with pytest.raises(StateError, match=r"damaged .*logits"):
         Bookmark.load(tmp_path / "s")

@@ -216,8 +216,8 @@ def test_packed_rows_equal_the_documents_alone(lengths):
     assert difference(with_state, together) <= EQUAL
     assert [state.position for state in states] == lengths
     for ours, (_, theirs) in zip(states, alone, strict=True):
-        for name, tensor in theirs._tensors().items():
-            assert difference(ours._tensors()[name], tensor) <= EQUAL, name
+        for name, tensor in theirs.tensors().items():
+            assert difference(ours.tensors()[name], tensor) <= EQUAL, name
 
 
 def test_packed_rows_have_the_gradients_of_the_documents_alone():

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from hybrid.layers import LayerError
-from hybrid.model import ModelError, state_file
-from hybrid.model.state import HybridState, StateError
+from hybrid.model import ModelError
+from hybrid.model.state import HybridState, StateError, write_file
 
 from ..mini import EQUAL, borders, difference, ids, mini
 
@@ -67,8 +67,8 @@ def test_several_tokens_at_once_continue_a_state(cuts):
         whole, end = model(text)
         logits, state = in_pieces(model, text, cuts)
     assert difference(logits, whole) <= EQUAL
-    for name, tensor in end._tensors().items():
-        assert difference(state._tensors()[name], tensor) <= EQUAL, name
+    for name, tensor in end.tensors().items():
+        assert difference(state.tensors()[name], tensor) <= EQUAL, name
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
@@ -165,15 +165,15 @@ def test_with_gradients_a_state_is_left_alone():
 
 def test_bytes_count_every_tensor():
     _, state = mini()(ids(40))
-    assert state.nbytes == sum(t.numel() * t.element_size() for t in state._tensors().values())
+    assert state.nbytes == sum(t.numel() * t.element_size() for t in state.tensors().values())
 
 
 def test_a_forked_state_shares_no_memory():
     with torch.no_grad():
         _, state = mini()(ids(40))
     fork = state.fork()
-    for name, tensor in state._tensors().items():
-        assert fork._tensors()[name].data_ptr() != tensor.data_ptr() or tensor.numel() == 0
+    for name, tensor in state.tensors().items():
+        assert fork.tensors()[name].data_ptr() != tensor.data_ptr() or tensor.numel() == 0
 
 
 # Rows
@@ -251,7 +251,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "s"
     state.save(path)
     before = path.read_bytes()
-    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "disk full")))
     with pytest.raises(OSError, match="disk full"):
         state.save(path)
     assert path.read_bytes() == before
@@ -288,11 +288,11 @@ def test_a_changed_byte_is_found(tmp_path):
 def test_a_state_of_a_layer_that_is_not_installed_is_refused(tmp_path):
     strange = json.dumps([{"class": "StrangeState", "fields": {}}])
     texts = {"position": "3", "layout": "[]", "layers": strange}
-    state_file.write(tmp_path / "s", texts, {"layers.0.x": torch.zeros(1)})
+    write_file(tmp_path / "s", texts, {"layers.0.x": torch.zeros(1)})
     with pytest.raises(StateError, match="'StrangeState', of which no layer is installed"):
         HybridState.load(tmp_path / "s")
     for wrong in ("[{", '["x"]', "3", '[{"class": "hybrid.BlockState", "fields": {"none": 1}}]'):
-        state_file.write(tmp_path / "s", texts | {"layers": wrong}, {"layers.0.x": torch.zeros(1)})
+        write_file(tmp_path / "s", texts | {"layers": wrong}, {"layers.0.x": torch.zeros(1)})
         with pytest.raises(StateError, match="the state is damaged"):
             HybridState.load(tmp_path / "s")
 
