@@ -32,26 +32,10 @@ def in_pieces(model, text, cuts):
     return torch.cat(logits, 1), state
 
 
-def test_every_step_of_a_cached_generation_equals_recomputation():
-    """T032: prompt of 15, 64 greedy tokens; every layer reports prompt + steps."""
-    model = mini()
-    with torch.no_grad():
-        seen = ids(15)
-        logits, state = model(seen)
-        for step in range(64):
-            again = model(seen)[0][:, -1]
-            assert difference(logits[:, -1], again) <= EQUAL
-            assert positions(state) == {15 + step}
-            token = logits[:, -1:].argmax(-1)
-            assert torch.equal(token[:, 0], again.argmax(-1))
-            seen = torch.cat([seen, token], 1)
-            logits, state = model(token, state)
-
-
 @pytest.mark.parametrize("pattern", ["WKRF", "KRWF", "B"])
 @pytest.mark.parametrize("prompt", [1, 30, 31, 32, 33, 64, 100])
 def test_steps_across_the_window_equal_recomputation(pattern, prompt):
-    """T035: window 32; 40 steps. The pattern may start with the sliding layer."""
+    """huggingface/transformers#37574, #38156: window 32, and the pattern may start with the sliding layer."""
     model, text = mini(pattern), ids(prompt + 40)
     with torch.no_grad():
         whole, _ = model(text)
@@ -61,7 +45,7 @@ def test_steps_across_the_window_equal_recomputation(pattern, prompt):
 
 @pytest.mark.parametrize("cuts", [[300], [300, *range(305, 312)], [128, 256], [200, 220]])
 def test_several_tokens_at_once_continue_a_state(cuts):
-    """T037: 300 and then 5 at once and single steps; 128+128+44; a second turn on the same state."""
+    """300 and then 5 at once and single steps; 128 + 128 + 44; a second turn on the same state."""
     model, text = mini("KRWFB"), ids(312)
     with torch.no_grad():
         whole, end = model(text)
