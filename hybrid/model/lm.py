@@ -260,6 +260,10 @@ class HybridLM(nn.Module):
         """Count bytes of every block as `Mixer.cut_bytes` does."""
         return [block.cut_bytes(rows, tokens, size, element_size) for block in self._blocks()]
 
+    @property
+    def num_parameters(self) -> int:
+        return _count(self)
+
     def parameter_parts(self) -> dict[str, int]:
         """Count all parameters: of embedding, mixers by kind, feed-forward, norms and head."""
         parts = {"embedding": self.embedding.weight.numel()}
