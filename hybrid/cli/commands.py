@@ -199,7 +199,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     settings = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
     Settings(**settings)  # what is wrong is found before the model is read
-    begin = read_state(arguments.load_state, arguments.save_state, len(prompts), arguments.samples)
+    resume = read_state(arguments.load_state, arguments.save_state, len(prompts), arguments.samples)
     from hybrid.generate import generate, load_model
 
     model, tokenizer = load_model(arguments.run)
@@ -208,10 +208,10 @@ def _generate(arguments: argparse.Namespace) -> int:
         model,
         tokenizer,
         prompts,
-        begin=begin and begin.to(model.head.weight.device),
+        resume=resume and resume.to(model.head.weight.device),
         on_text=None if printer is None else printer.text,
         on_end=None if printer is None else printer.end,
-        on_bookmark=arguments.save_state and (lambda bookmark: bookmark.save(arguments.save_state)),
+        on_state=arguments.save_state and (lambda state: state.save(arguments.save_state)),
         **settings,
     )
     if arguments.save_state:

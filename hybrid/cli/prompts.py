@@ -11,7 +11,7 @@ from hybrid.errors import UserError
 
 if TYPE_CHECKING:
     from hybrid.generate import Continuation
-    from hybrid.generate.saved_state import Bookmark
+    from hybrid.generate.saved_state import SavedState
 
 
 class PromptError(UserError):
@@ -60,7 +60,7 @@ def split_prompts(text: str, separator: str | None) -> list[str]:
     return [joined for part in prompts if (joined := "\n".join(part)).strip()]
 
 
-def read_state(load: str | None, save: str | None, prompts: int, samples: int) -> Bookmark | None:
+def read_state(load: str | None, save: str | None, prompts: int, samples: int) -> SavedState | None:
     """Where the file `load` goes on from, or None without it.
 
     Raises PromptError when so many prompts and samples cannot go on from one state or be kept in one, or
@@ -76,9 +76,9 @@ def read_state(load: str | None, save: str | None, prompts: int, samples: int) -
         return None
     if prompts > 1:
         raise PromptError(f"--load-state goes on with one prompt, but {prompts} are given")
-    from hybrid.generate.saved_state import Bookmark
+    from hybrid.generate.saved_state import SavedState
 
-    return Bookmark.load(load)
+    return SavedState.load(load)
 
 
 class Printer:

@@ -1,4 +1,4 @@
-"""What a model's held-out loss is worth: an interpolated token bigram and xz on the same bytes."""
+"""Yardsticks for a model's held-out loss: an interpolated token bigram and xz on the same bytes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import hashlib
 import json
 import lzma
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from hybrid.recipe.schema import DataSection
+from hybrid.data.store import train_tokens
+from hybrid.data.validation import ValidationSet
+from hybrid.errors import DataError
+from hybrid.files import read_json, write_json
+from hybrid.recipe.schema import DataSection
 
 Pairs = tuple[np.ndarray, np.ndarray]
 
@@ -26,7 +28,7 @@ STRENGTHS = (5, 20, 50, 100, 300)
 CACHE = "yardsticks.json"
 """In the data folder: results by what they were computed from."""
 
-PIECE = 1 << 20
+TOKENS_AT_ONCE = 1 << 20
 """Training tokens counted at a time."""
 
 
@@ -45,7 +47,7 @@ class Yardsticks:
 
 
 def measure(data: DataSection, tokens: int | None = None) -> Yardsticks:
-    """Both yardsticks for the validation set of at most `tokens` tokens (`train.eval_tokens`).
+    """Measure both yardsticks on the validation set of at most `tokens` tokens (`train.eval_tokens`).
 
     Results are kept in the data folder and computed again when the shards, or what is held out, changed.
     """
@@ -55,17 +57,14 @@ def measure(data: DataSection, tokens: int | None = None) -> Yardsticks:
     with contextlib.suppress(KeyError, TypeError):  # new, or damaged and worth nothing
         return Yardsticks(**known[key])
     result = _measure(data, tokens)
-    _write_cache(folder / CACHE, {**known, key: asdict(result)})
+    write_json(folder / CACHE, {**known, key: asdict(result)})
     return result
 
 
 def _measure(data: DataSection, tokens: int | None) -> Yardsticks:
-    from hybrid.data.store import train_tokens
-    from hybrid.data.validation import ValidationSet
-
     scored = ValidationSet(data, tokens)
     before, after = _pairs(list(scored.arrays()))
-    bigram = score_bigram(_pieces(train_tokens(data)), before, after, scored.vocab_size)
+    bigram = score_bigram(_training_pairs(train_tokens(data)), before, after, scored.vocab_size)
     bits = bigram.nats / math.log(2)
     compressed = 8 * xz_bytes(scored.raw_bytes())
     return Yardsticks(
@@ -73,14 +72,14 @@ def _measure(data: DataSection, tokens: int | None) -> Yardsticks:
     )
 
 
-def _pieces(documents: Iterable[np.ndarray]) -> Iterator[Pairs]:
-    """The pairs inside each document, many documents at a time."""
+def _training_pairs(documents: Iterable[np.ndarray]) -> Iterator[Pairs]:
+    """Pair the tokens inside each document, many documents at a time."""
     waiting: list[np.ndarray] = []
     size = 0
     for document in documents:
         waiting.append(document)
         size += len(document)
-        if size >= PIECE:
+        if size >= TOKENS_AT_ONCE:
             yield _pairs(waiting)
             waiting, size = [], 0
     if waiting:
@@ -88,12 +87,12 @@ def _pieces(documents: Iterable[np.ndarray]) -> Iterator[Pairs]:
 
 
 def _pairs(documents: list[np.ndarray]) -> Pairs:
-    """Every token with the one after it in its document."""
+    """Pair every token with the one after it in its document."""
     return np.concatenate([d[:-1] for d in documents]), np.concatenate([d[1:] for d in documents])
 
 
 def _key(folder: Path, data: DataSection, tokens: int | None) -> str:
-    """Names the shards (their report), what of them is held out and used, and the cap."""
+    """Hash what results depend on: the shards (their report), what of them is held out, and the cap."""
     used = {name: source.validation for name, source in data.sources.items()}
     # the context bounds what one document gives to a capped set
     facts = json.dumps([used, tokens, data.context if tokens else None], sort_keys=True)
@@ -102,16 +101,9 @@ def _key(folder: Path, data: DataSection, tokens: int | None) -> str:
 
 def _read_cache(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):  # absent, or damaged and worth nothing
+        return read_json(path, {})
+    except (FileNotFoundError, DataError):  # absent, or damaged and worth nothing
         return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _write_cache(path: Path, content: dict[str, dict[str, Any]]) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    os.replace(part, path)
 
 
 @dataclass(frozen=True)
@@ -125,26 +117,26 @@ class Bigram:
 
 
 def score_bigram(
-    pieces: Iterable[Pairs],
+    training: Iterable[Pairs],
     before: np.ndarray,
     after: np.ndarray,
     vocab_size: int,
 ) -> Bigram:
-    """Loss of the interpolated bigram p(b | a) = (count(a, b) + m p(b)) / (count(a) + m).
+    """Compute the loss of the interpolated bigram p(b | a) = (count(a, b) + m p(b)) / (count(a) + m).
 
     count(a, b) counts the pairs of the training text, count(a) those that begin with a, so that p sums to 1.
     p(b) = (count(b) + 1) / (pairs + vocab_size) is the unigram with add-one smoothing: nothing is impossible.
     Counts are raw: a source's sampling weight plays no part.
 
     Args:
-        pieces: training pairs as (`before` `[n]`, `after` `[n]`) integer arrays, in pieces of any size.
+        training: training pairs as (`before` `[n]`, `after` `[n]`) integer arrays, of any n.
         before, after: held-out pairs `[N]`; every `after` is scored, given its `before`.
     """
     keys, inverse = np.unique(_keys(before, after, vocab_size), return_inverse=True)
     pair_counts = np.zeros(len(keys), np.int64)  # only of pairs that are looked up, so that memory is bounded
     first = np.zeros(vocab_size, np.int64)
     second = np.zeros(vocab_size, np.int64)
-    for left, right in pieces:
+    for left, right in training:
         first += np.bincount(left, minlength=vocab_size)
         second += np.bincount(right, minlength=vocab_size)
         seen, counts = np.unique(_keys(left, right, vocab_size), return_counts=True)
@@ -164,5 +156,5 @@ def _keys(left: np.ndarray, right: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def xz_bytes(text: bytes) -> int:
-    """Size of `text` as `xz -9e` compresses it."""
+    """Measure `text` as `xz -9e` compresses it."""
     return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))

@@ -1,4 +1,4 @@
-"""How a continuation's next token is chosen from logits, and where its text ends."""
+"""Sampling: the choice of a continuation's next token from logits, and of where its text ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GenerateError(UserError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How continuations are written; checked when built (GenerateError)."""
+    """Settings of sampling and length; checked when built (GenerateError)."""
 
     max_tokens: int = 64
     """Most new tokens of a continuation; an end-of-text token or a stop string ends it earlier. 0: only read
@@ -62,16 +62,16 @@ class Settings:
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits `[V]` with those of the ids `seen` `[n]` made less likely (CTRL paper, section 4.1;
-    negative logits are multiplied, as is usual, so that the penalty always lowers them)."""
-    if penalty == 1.0 or seen.numel() == 0:
+    """Lower the logits `[V]` of the ids `seen` `[n]` (CTRL paper, section 4.1; negative logits are
+    multiplied, as is usual, so that the penalty always lowers them)."""
+    if penalty == 1.0:
         return logits
     at = logits[seen]
     return logits.index_put((seen,), torch.where(at > 0, at / penalty, at * penalty))
 
 
 def kept_probabilities(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """The tokens that may be drawn from logits `[V]` and their probabilities.
+    """Find the tokens that may be drawn from logits `[V]` and their probabilities.
 
     Temperature first, then top-k, then top-p on what is left. Returns probabilities (float64, falling, sum 1)
     and token ids, both `[K]`; equal logits are ranked by id.
@@ -89,7 +89,7 @@ def kept_probabilities(logits: Tensor, settings: Settings) -> tuple[Tensor, Tens
 
 
 def choose(logits: Tensor, settings: Settings, generator: torch.Generator, seen: Tensor) -> int:
-    """The next token id from logits `[V]`; `seen` are the ids of prompt and continuation so far.
+    """Choose the next token id by logits `[V]`; `seen` are the ids of prompt and continuation so far.
 
     One uniform number per token is drawn on the CPU, so that a seed means the same on every device and
     whatever else is in the batch.
@@ -104,7 +104,7 @@ def choose(logits: Tensor, settings: Settings, generator: torch.Generator, seen:
 
 
 class StopMatcher:
-    """Passes text on up to the first stop string, wherever the pieces are cut.
+    """Filter that passes text on up to the first stop string, wherever the text is split.
 
     Text that may turn out to begin a stop string is held back until that is known. Of several stop
     strings the one completed first counts.
@@ -116,7 +116,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that is now known to come before any stop string."""
+        """Add text; return what is now known to come before any stop string."""
         text = self._held + text
         found = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
         if found:
@@ -127,11 +127,11 @@ class StopMatcher:
         return text[: len(text) - hold]
 
     def finish(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return what was held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest proper beginning of `stop` that `text` ends with."""
+        """Measure the longest proper beginning of `stop` that `text` ends with."""
         return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

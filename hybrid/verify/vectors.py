@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybrid.errors import UserError
@@ -99,5 +100,10 @@ def _entries(index: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def below(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors whose name starts with `prefix`, by the rest of it."""
+    """Select the tensors whose names start with `prefix`, by the rest of the name."""
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+def gradient(leaf: Tensor) -> Tensor:
+    """Return the gradient of a leaf, zeros where nothing reached it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -212,7 +212,7 @@ def streamed(model, **settings):
 
 
 def test_multi_byte_characters_are_streamed_whole():
-    """T056: a 4-byte emoji comes id by id and is shown once, whole."""
+    """google/sentencepiece#650: a 4-byte emoji comes id by id and is shown once, whole."""
     pieces, result = streamed(Scripted("né🙂!".encode(), 3))
     assert pieces == ["n", "é", "🙂", "!"]
     assert (result.text, result.reason, len(result.ids)) == ("né🙂!", "eos", 8)

@@ -19,7 +19,7 @@ def refusal(work, *args, **kwargs) -> str:
 
 
 def test_comments_and_blank_lines_are_accepted(tmp_path):
-    """T017"""
+    """deepspeedai/DeepSpeed#3669, #2601"""
     path = tmp_path / "hosts"
     path.write_text("# two machines\n\nworker-0 slots=4\n  worker-1\tslots=2   # slow\n   \n10.0.0.7 slots=1")
     assert read_hostfile(path) == POOL
@@ -55,7 +55,7 @@ def test_deepspeed_reads_an_accepted_hostfile_alike(tmp_path):
     ],
 )
 def test_a_line_that_cannot_be_used_is_quoted_with_file_and_number(tmp_path, line, reason):
-    """T017"""
+    """deepspeedai/DeepSpeed#3669, #2601"""
     path = tmp_path / "hosts"
     path.write_text(f"hostA slots=8\n{line}\n")
     assert refusal(read_hostfile, path).startswith(f"{path}, line 2: {line!r}: {reason}")
@@ -110,7 +110,7 @@ def test_filters_choose_hosts_and_slots_in_the_hostfiles_order():
 )
 @pytest.mark.parametrize("option", ["include", "exclude"])
 def test_a_malformed_filter_is_quoted(option, text, reason):
-    """T017"""
+    """deepspeedai/DeepSpeed#3669, #2601"""
     said = refusal(select, [Host("localhost", tuple(range(8)))], **{option: text})
     assert said.startswith(f"--{option} {text!r}")
     assert reason in said
@@ -133,7 +133,7 @@ def test_the_first_hosts_and_slots():
 
 
 def test_names_without_address_are_told(monkeypatch):
-    """T020: those that are refused, and those about which no answer comes, in time."""
+    """deepspeedai/DeepSpeed#2612: those that are refused, and those about which no answer comes, in time."""
 
     def look_up(name, port):
         if name == "slow.example":

@@ -16,7 +16,7 @@ from hybrid.data.batch import Batch, Segment
 from hybrid.distributed import world as distributed
 from hybrid.distributed.context_parallel import SequenceRanks
 from hybrid.distributed.signals import Signals
-from hybrid.estimate.traffic import sequence_traffic
+from hybrid.estimate.communication import sequence_bytes
 from hybrid.model import HybridLM
 from hybrid.model.head import IGNORE
 from hybrid.recipe import Geometry, layer_specs
@@ -183,7 +183,7 @@ def check(pools: Any, size: int, case: Case) -> None:
         assert one["checksums"] == right["checksums"]
     assert len(set(ranks[0]["hashes"])) == case.steps
     geometry = case.geometry(size)
-    a_step = sum(layer.step for layer in sequence_traffic(case.model(), case.recipe(), geometry))
+    a_step = sum(layer.step for layer in sequence_bytes(case.model(), case.recipe(), geometry))
     assert sum(one["sent"] for one in ranks) == case.steps * geometry.data_parallel * a_step
     if case.name == "sgd" and case.steps == 1:
         start = dict(case.model().named_parameters())
