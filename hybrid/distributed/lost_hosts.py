@@ -1,15 +1,15 @@
 """Noticing that another machine of the run is gone when nothing says so: power, cable, network.
 
 gloo and NCCL wait half an hour for an answer that cannot come. So the first process of every other node holds
-a connection to rank 0 on which nothing is sent. The kernels keep it alive, also those of machines whose
-processes are busy or stopped, and end it when the other machine is silent. Whoever's connection ends without
-a goodbye ends too, which ends everybody's. Within one machine the launcher watches over the processes; there
-is no lifeline.
+a TCP connection to rank 0 on which nothing is sent. The kernels keep it alive, also those of machines whose
+processes are busy or stopped, and end it when the other machine is silent. A process whose connection ends
+without a goodbye ends too, which ends all others. Within one machine the launcher watches over them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import socket
 import threading
@@ -17,7 +17,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from hybrid.errors import LOST_EXIT_CODE, TrainError
+import torch.distributed as dist
+
+from hybrid.errors import LOST_EXIT_CODE, LostError, TrainError
 
 from .world import World
 
@@ -26,11 +28,27 @@ SILENT_SECONDS = 24
 GRACE_SECONDS = 6.0
 """For the process to end by itself, by the error that its collectives may have, before it is ended."""
 _GOODBYE = b"."
+_LOST = re.compile(r"gloo|NCCL|[Cc]onnection (reset|closed|refused)|Broken pipe")
 
 
 @contextmanager
-def lifeline(world: World) -> Iterator[None]:
-    """Hold this process' end while the block runs; no goodbye is said when an error ends it.
+def lost_peers_in_words() -> Iterator[None]:
+    """Turn what the backends say when another process of the run is gone into a LostError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
+            raise
+        raise LostError(
+            "lost the connection to another process of this run, which ended or cannot be reached; its own "
+            "messages say why. The same command goes on from the newest checkpoint "
+            f"({str(error).splitlines()[0][:200]})"
+        ) from error
+
+
+@contextmanager
+def keepalive(world: World) -> Iterator[None]:
+    """Hold this process' connections while the block runs; no goodbye is said when an error ends it.
 
     Raises TrainError when rank 0 cannot be reached.
     """
@@ -39,12 +57,11 @@ def lifeline(world: World) -> Iterator[None]:
         return
     listener = _listener() if world.main else None
     port = world.gather(listener.getsockname()[1] if listener else 0)[0]
+    held = None
     if listener is not None:
-        held = _Watch([listener])
+        held = _Connections(listener)
     elif world.local_rank == 0:
-        held = _Watch([_connection(os.environ["MASTER_ADDR"], port)])
-    else:
-        held = None
+        held = _Connections(_connection(os.environ["MASTER_ADDR"], port))
     try:
         yield
     except SystemExit:
@@ -54,21 +71,21 @@ def lifeline(world: World) -> Iterator[None]:
         raise
     finally:
         if held is not None:
-            held.part()
+            held.close()
 
 
-class _Watch:
-    """A thread that waits for what happens to some connections."""
+class _Connections:
+    """A thread that waits for what happens to some connections, or to a listener's."""
 
-    def __init__(self, sockets: list[socket.socket]) -> None:
+    def __init__(self, first: socket.socket) -> None:
         self._inbox, self._outbox = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        for one in (self._inbox, *sockets):
+        for one in (self._inbox, first):
             self._selector.register(one, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="keepalive", daemon=True)
         self._thread.start()
 
-    def part(self) -> None:
+    def close(self) -> None:
         """Say goodbye on every connection."""
         self._outbox.send(_GOODBYE)
         self._thread.join()
@@ -122,7 +139,7 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
 
 
 def _end(connection: socket.socket) -> str:
-    """Why a connection with news ended; empty after a goodbye."""
+    """Say why a connection with news ended; empty after a goodbye."""
     try:
         return "" if connection.recv(1) == _GOODBYE else "its processes ended"
     except OSError as error:
@@ -130,11 +147,11 @@ def _end(connection: socket.socket) -> str:
 
 
 def _end_process(reason: str) -> None:
-    """The main thread may wait in a collective, where no exception reaches it."""
+    """End this process, whose main thread may wait in a collective, where no exception reaches it."""
     time.sleep(GRACE_SECONDS)
-    words = (
+    text = (
         f"hybrid: error (rank {os.environ['RANK']}): lost the connection to another process of this run, on "
         f"another machine ({reason}). The same command goes on from the newest checkpoint\n"
     )
-    os.write(2, words.encode())  # not through sys.stderr, whose lock another thread may hold
+    os.write(2, text.encode())  # not through sys.stderr, whose lock another thread may hold
     os._exit(LOST_EXIT_CODE)
