@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hybrid import recipe as recipes
-from hybrid.checkpoint.run import RunDirectory
+from hybrid.checkpoint.run import opened
 from hybrid.data import prepare
 from hybrid.data.batch import Batch, Segment
 from hybrid.distributed import world as distributed
@@ -103,11 +103,10 @@ def loop(sizes: Sizes, folder: str) -> dict[str, float]:
     recipe = sizes.recipe(folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(quiet(Path(recipe.train.output) / "logs" / "rank_0.log"))
+        log = stack.enter_context(quiet(Path(recipe.train.output) / "logs" / "rank_0.log"))
         prepare(recipe.data, processes=1)
-        directory = RunDirectory(Path(recipe.train.output))
-        stack.callback(directory.close)
-        run = build(recipe, world, Signals(), directory, stack)
+        stack.enter_context(opened(Path(recipe.train.output)))
+        run = build(recipe, world, Signals(), log, stack)
         return _measured(run, sizes)
 
 

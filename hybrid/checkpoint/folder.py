@@ -26,7 +26,7 @@ from typing import Any
 
 from hybrid.distributed.world import World
 from hybrid.errors import TrainError
-from hybrid.files import PARTIAL, sha256, sync, write_text
+from hybrid.files import PARTIAL, replacing, sha256, sync, write_text
 
 TAG = re.compile(r"step_(\d{8})")
 ASIDE = ".aside"
@@ -188,12 +188,14 @@ class CheckpointFolder:
         """Main rank only: copy a tag to the second folder, if there is one, and drop its oldest too."""
         if self.copy is None:
             return
-        self.copy.mkdir(parents=True, exist_ok=True)
         partial = self.copy / (tag + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        partial.mkdir(parents=True)
         for path in (self.path / tag).iterdir():
-            _copy(path, partial / path.name, on_chunk)
+            with open(path, "rb") as old, replacing(partial / path.name) as new:
+                while chunk := old.read(COPIED_AT_ONCE):
+                    new.write(chunk)
+                    on_chunk()
         self.publish(partial)
 
     def _stop(self, why: str) -> None:
@@ -241,12 +243,3 @@ class CheckpointFolder:
                 mine = index % self._world.size == self._world.rank
                 fault = fault or file_fault(self.path / tag / name, *sums[name], contents=mine)
         return next((found for found in self._world.gather(fault) if found), None)
-
-
-def _copy(source: Path, target: Path, on_chunk: Callable[[], None]) -> None:
-    with open(source, "rb") as old, open(target, "wb") as new:
-        while chunk := old.read(COPIED_AT_ONCE):
-            new.write(chunk)
-            on_chunk()
-        new.flush()
-        os.fsync(new.fileno())

@@ -18,6 +18,8 @@ import fcntl
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,31 +42,28 @@ RECIPE, TOKENIZER, CHECKPOINTS = "recipe.yaml", "tokenizer.model", "checkpoints"
 PACKAGES = ("kvm-hybrid", "torch", "deepspeed", "numpy", "sentencepiece", "grain", "safetensors", "omegaconf")
 
 
-class RunDirectory:
-    """The folder of a run that trains. Main rank only: the one that writes here."""
+@contextmanager
+def opened(run: Path) -> Iterator[None]:
+    """Create a run directory and keep other runs out of it while the block runs.
 
-    def __init__(self, path: Path) -> None:
-        """Create the folder and keep other runs out of it; TrainError when one is training there."""
-        self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(path / "lock", "w")  # noqa: SIM115 (held for the run's life)
+    Main rank only. TrainError when another process is training there.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with open(run / "lock", "w") as lock:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self.close()
             raise TrainError(
-                f"another process is training in {path}: give this one another train.output"
+                f"another process is training in {run}: give this one another train.output"
             ) from error
+        yield
 
-    def describe(self, recipe: Recipe, tokenizer: Tokenizer, world: World) -> None:
-        """Write the resolved recipe, the tokenizer and the versions it runs with."""
-        write_text(self.path / RECIPE, recipes.to_yaml(recipe))
-        write_json(self.path / "environment.json", environment(world))
-        tokenizer.save(self.path / TOKENIZER)
 
-    def close(self) -> None:
-        """Let other runs in."""
-        self._lock.close()
+def describe(run: Path, recipe: Recipe, tokenizer: Tokenizer, world: World) -> None:
+    """Write the resolved recipe, the tokenizer and the versions it runs with. Main rank only."""
+    write_text(run / RECIPE, recipes.to_yaml(recipe))
+    write_json(run / "environment.json", environment(world))
+    tokenizer.save(run / TOKENIZER)
 
 
 def environment(world: World) -> dict[str, Any]:

@@ -13,16 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from hybrid.errors import TrainError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from hybrid.files import replacing
 
 FILE_BYTES = 2**31
 """A file takes another tensor until it would be longer."""
@@ -111,14 +111,14 @@ def index(files: Sequence[TensorFile]) -> dict[str, object] | None:
 
 
 def write(path: Path, header: bytes, chunks: list[Tensor], on_chunk: Callable[[], None]) -> tuple[int, str]:
-    """Write and sync a file; returns its bytes and SHA-256.
+    """Write a file to disk; returns its bytes and SHA-256.
 
     `chunks` (fp32 on the CPU, one after the other the file's numbers) is emptied on the way, to give the
     memory back early; `on_chunk` is called after each. Disk and hash work without holding up other threads.
     Raises OSError.
     """
     digest, size = hashlib.sha256(header), len(header)
-    with open(path, "wb") as file:
+    with replacing(path) as file:
         file.write(header)
         while chunks:
             data = chunks.pop(0).numpy().data.cast("B")
@@ -126,8 +126,6 @@ def write(path: Path, header: bytes, chunks: list[Tensor], on_chunk: Callable[[]
             digest.update(data)
             size += len(data)
             on_chunk()
-        file.flush()
-        os.fsync(file.fileno())
     return size, digest.hexdigest()
 
 
@@ -168,8 +166,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _tensors(folder: Path, stem: str) -> dict[str, Any]:
     """Open the files and map each tensor's name to the one it is in."""
-    from safetensors import SafetensorError, safe_open
-
     found: dict[str, Any] = {}
     for path in weight_files(folder) if stem == MODEL else sorted(folder.glob(f"{stem}*{SUFFIX}")):
         try:

@@ -9,10 +9,12 @@ checkpoints there are.
 
 from __future__ import annotations
 
+import concurrent.futures
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,32 +44,31 @@ class Log(Protocol):
     def write(self, step: int, values: dict[str, float]) -> None: ...
 
 
-class _Job(threading.Thread):
-    """Work beside training; afterwards `result`, or in `problem` why there is none."""
+def _start(work: Callable[[], Any]) -> Future[Any]:
+    """Begin work beside training, in a daemon thread: a disk that never answers must not keep the process."""
+    future: Future[Any] = Future()
 
-    def __init__(self, work: Callable[[], Any]) -> None:
-        # A disk that never answers must not keep the process.
-        super().__init__(daemon=True, name="checkpoint writer")
-        self._work = work
-        self.result: Any = None
-        self.problem: OSError | None = None
-        self.start()
-
-    def run(self) -> None:
+    def run() -> None:
         try:
-            self.result = self._work()
-        except OSError as error:
-            self.problem = error
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+            if not isinstance(error, OSError):
+                raise
+
+    threading.Thread(target=run, daemon=True, name="checkpoint writer").start()
+    return future
 
 
 @dataclass
 class _Save:
-    """One on its way to disk."""
+    """A checkpoint on its way to disk."""
 
     step: int
     partial: Path
     began: float
-    job: _Job | None = None
+    job: Future[Any] | None = None
+    """What this rank's thread does for it."""
     finishing: bool = False
     """All files are written; the main rank gives the tag its name."""
 
@@ -116,7 +117,7 @@ class Writer:
         files = self._state.capture()
         record = {"progress": asdict(progress), "origin": asdict(self._origin)}
         index = tensor_files.index(self._state.files()) if self._world.main else None
-        save.job = _Job(lambda: self._write(save.partial, files, record, index))
+        save.job = _start(lambda: self._write(save.partial, files, record, index))
         self._save = save
         self._log.write(step, {"checkpoint/stall_seconds": time.perf_counter() - began})
 
@@ -125,41 +126,40 @@ class Writer:
         save = self._save
         if save is None:
             return
-        busy = save.job is not None and save.job.is_alive()
-        if self._world.gather_numbers([busy]).any():
+        job = save.job
+        if self._world.gather_numbers([job is not None and not job.done()]).any():
             return
-        job, save.job = save.job, None
-        problem, result = (job.problem, job.result) if job else (None, None)
-        if found := self._world.problems(problem):
+        if found := self._world.problems(job.exception() if job else None):
             self._save = None
             self._give_up(save, found)
         elif save.finishing:
             self._save = None
-            self._saved(save, result)
+            self._saved(save, job.result() if job else None)
         else:
-            sums = {name: entry for of_rank in self._world.gather(result) for name, entry in of_rank.items()}
+            assert job is not None
+            sums = {
+                name: entry for found in self._world.gather(job.result()) for name, entry in found.items()
+            }
             save.finishing = True
-            if self._world.main:
-                save.job = _Job(lambda: self._finish(save.partial, sums))
+            save.job = _start(lambda: self._finish(save.partial, sums)) if self._world.main else None
 
     def wait(self) -> None:
         """Wait until the save on its way is on disk, or has failed."""
         self._settle(None)
 
     def close(self) -> None:
-        """Finish a file that is half written, this rank alone, when training ends by an error."""
+        """Finish what this rank is writing, when training ends by an error."""
         if self._save is not None and self._save.job is not None:
-            self._save.job.join(PATIENCE)
+            concurrent.futures.wait([self._save.job], PATIENCE)
 
     def _settle(self, seconds: float | None) -> bool:
         """Wait for the save on its way; returns whether it is over."""
         end = None if seconds is None else time.monotonic() + seconds
         while self._save is not None:
-            job, overdue = self._save.job, False
-            if job is not None:
-                job.join(None if end is None else max(0.0, end - time.monotonic()))
-                overdue = job.is_alive()
-            if self._world.gather_numbers([overdue]).any():
+            jobs = [self._save.job] if self._save.job else []
+            left = None if end is None else max(0.0, end - time.monotonic())
+            _, overdue = concurrent.futures.wait(jobs, left)
+            if self._world.gather_numbers([len(overdue)]).any():
                 return False
             self.advance()
         return True

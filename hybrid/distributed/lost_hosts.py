@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import selectors
 import socket
 import threading
 import time
@@ -55,70 +54,59 @@ def keepalive(world: World) -> Iterator[None]:
     if world.size == world.local_size:
         yield
         return
-    listener = _listener() if world.main else None
+    peers, listener = _Peers(), None
+    if world.main:
+        ipv6 = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if ipv6 else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=ipv6, backlog=4096)
     port = world.gather(listener.getsockname()[1] if listener else 0)[0]
-    held = None
     if listener is not None:
-        held = _Connections(listener)
+        threading.Thread(target=peers.accept, args=(listener,), name="keepalive", daemon=True).start()
     elif world.local_rank == 0:
-        held = _Connections(_connection(os.environ["MASTER_ADDR"], port))
+        peers.watch(_connection(os.environ["MASTER_ADDR"], port))
     try:
         yield
     except SystemExit:
+        peers.say_goodbye()
         raise
-    except BaseException:
-        held = None
-        raise
-    finally:
-        if held is not None:
-            held.close()
+    peers.say_goodbye()
 
 
-class _Connections:
-    """A thread that waits for what happens to some connections, or to a listener's."""
+class _Peers:
+    """The connections of this process, and a thread for each that waits for its end."""
 
-    def __init__(self, first: socket.socket) -> None:
-        self._inbox, self._outbox = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        for one in (self._inbox, first):
-            self._selector.register(one, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="keepalive", daemon=True)
-        self._thread.start()
+    def __init__(self) -> None:
+        self._connections: list[socket.socket] = []
+        self._over = False
 
-    def close(self) -> None:
-        """Say goodbye on every connection."""
-        self._outbox.send(_GOODBYE)
-        self._thread.join()
-
-    def _run(self) -> None:
+    def accept(self, listener: socket.socket) -> None:
+        """Watch every connection that is made."""
         while True:
-            for key, _ in self._selector.select():
-                found = key.fileobj
-                assert isinstance(found, socket.socket)
-                if found is self._inbox:
-                    self._say_goodbye()
-                    return
-                if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    self._selector.register(_kept_alive(found.accept()[0]), selectors.EVENT_READ)
-                elif reason := _end(found):
-                    _end_process(reason)
-                else:
-                    self._selector.unregister(found)
-                    found.close()
+            self.watch(listener.accept()[0])
 
-    def _say_goodbye(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            found = key.fileobj
-            assert isinstance(found, socket.socket)
-            with suppress(OSError):  # one that listens, or whose other end has gone
-                found.send(_GOODBYE)
-            found.close()
+    def watch(self, connection: socket.socket) -> None:
+        """End the process when a connection ends without a goodbye."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 6)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+        self._connections.append(connection)
+        threading.Thread(target=self._wait, args=(connection,), name="keepalive", daemon=True).start()
 
+    def say_goodbye(self) -> None:
+        """Tell the other ends that this one ends well."""
+        self._over = True
+        for connection in self._connections:
+            with suppress(OSError):  # whose other end has gone
+                connection.send(_GOODBYE)
 
-def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-    return socket.create_server(("", 0), backlog=4096)
+    def _wait(self, connection: socket.socket) -> None:
+        try:
+            reason = "" if connection.recv(1) == _GOODBYE else "its processes ended"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reason and not self._over:
+            _end_process(reason)
 
 
 def _connection(address: str, port: int) -> socket.socket:
@@ -127,23 +115,7 @@ def _connection(address: str, port: int) -> socket.socket:
     except OSError as error:
         raise TrainError(f"cannot connect to {address}:{port}, where rank 0 listens: {error}") from error
     made.settimeout(None)
-    return _kept_alive(made)
-
-
-def _kept_alive(connection: socket.socket) -> socket.socket:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 6)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    return connection
-
-
-def _end(connection: socket.socket) -> str:
-    """Say why a connection with news ended; empty after a goodbye."""
-    try:
-        return "" if connection.recv(1) == _GOODBYE else "its processes ended"
-    except OSError as error:
-        return error.strerror or str(error)
+    return made
 
 
 def _end_process(reason: str) -> None:

@@ -2,8 +2,8 @@
 
 Each process tells the others, through the store where they met, how often its `Heartbeat` has beaten. In
 synchronous training one that stands still makes all stand still within a step, so a process ends when nobody
-makes progress, or when one is not heard of any more. Two threads do this beside training: `_Talker` may be
-kept waiting by the store, `_Judge` by nothing.
+makes progress, or when one is not heard of any more. Two threads do this beside training: the talker may be
+kept waiting by the store, the judge by nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,19 +38,18 @@ LOOKS_TO_END = 8
 def watching(world: World, timeout: float, log: Path) -> Iterator[None]:
     """Watch while the block runs: without progress in `timeout` seconds the process writes its threads'
     stacks to standard error and the file `log`, and exits with LOST_EXIT_CODE."""
-    board = _Board(world, timeout)
-    threads: list[_Talker | _Judge] = [_Judge(board, log)]
-    if world.store is not None:
-        threads.append(_Talker(board, world.gather(uuid.uuid4().hex)[0]))
-        world.barrier()  # everybody has spoken once
+    watchdog = _Watchdog(world, timeout, log)
+    loops = [watchdog.judge] if world.store is None else [watchdog.judge, watchdog.talk]
+    threads = [threading.Thread(target=loop, name="watchdog", daemon=True) for loop in loops]
+    world.barrier()  # everybody has spoken once
     for thread in threads:
         thread.start()
     try:
         yield
     finally:
-        board.over.set()
+        watchdog.over.set()
         for thread in threads:
-            thread.join(timeout=2 * board.period)
+            thread.join(timeout=2 * watchdog.period)
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -87,9 +86,6 @@ class _Report(NamedTuple):
     done: bool = False
 
 
-_STARTING = _Report()
-
-
 @dataclass
 class _Rank:
     """What is known of one rank; times by this process' clock."""
@@ -100,7 +96,7 @@ class _Rank:
     """When its beats were last seen to have grown."""
     looks: int = 0
     """Times it was asked since, without news: a process that cannot ask does not take others for silent."""
-    said: _Report = _STARTING
+    said: _Report = field(default_factory=_Report)
 
     def update(self, now: float, said: _Report) -> None:
         self.heard, self.looks = now, 0
@@ -109,47 +105,30 @@ class _Rank:
         self.said = said
 
 
-class _Board:
-    """What the threads share."""
+class _Watchdog:
+    """What is known of all ranks, and the two loops that the threads run."""
 
-    def __init__(self, world: World, timeout: float) -> None:
-        self.world, self.timeout = world, timeout
+    def __init__(self, world: World, timeout: float, log: Path) -> None:
+        self._world, self._timeout, self._log = world, timeout, log
         self.period = min(max(LONGEST_BETWEEN_LOOKS, world.size / 50), timeout / LOOKS)
-        self.limit = timeout - LOOKS_TO_END * self.period
+        self._limit = timeout - LOOKS_TO_END * self.period
         self.over = threading.Event()
         now = time.monotonic()
-        self.ranks = {rank: _Rank(now, now) for rank in range(world.size)}
-        self.store_answered = now
-        self.verdict = ""
-        """Why all have to end; set by this process or another."""
-
-    def look_at_myself(self, now: float) -> _Report:
-        beat = self.world.heartbeat
-        said = _Report(beat.beats, beat.doing, beat.untimed > 0, beat.waiting)
-        self.ranks[self.world.rank].update(now, said)
-        return said
-
-    def pause(self, seconds: float) -> None:
-        """Do not count a time in which this process, or the machine, did not run."""
-        now = time.monotonic()
-        self.store_answered = min(now, self.store_answered + seconds)
-        for rank in self.ranks.values():
-            rank.heard, rank.moved = min(now, rank.heard + seconds), min(now, rank.moved + seconds)
-
-
-class _Talker(threading.Thread):
-    """Says how this process is, and reads how the others are."""
-
-    def __init__(self, board: _Board, name: str) -> None:
-        super().__init__(daemon=True, name="watchdog: talker")
-        self._board, self._name = board, name
+        self._ranks = {rank: _Rank(now, now) for rank in range(world.size)}
+        self._verdict = ""
+        """Why all have to end; found by this process or another."""
+        self._key = world.gather(uuid.uuid4().hex)[0]
+        """What the store's keys of this run begin with."""
         self._store: Any = None
+        self._store_answered = now
         self._last: dict[int, bytes] = {}
         self._number = 0
-        self._exchange()
+        if world.store is not None:
+            self._exchange()
 
-    def run(self) -> None:
-        while not self._board.over.wait(self._board.period):
+    def talk(self) -> None:
+        """Say how this process is, and read how the others are."""
+        while not self.over.wait(self.period):
             try:
                 self._exchange()
             except RuntimeError:  # no answer in time, or a lost connection: the judge sees it by the clock
@@ -157,73 +136,74 @@ class _Talker(threading.Thread):
         with suppress(RuntimeError):
             self._say(done=True)
 
+    def judge(self) -> None:
+        """End this process when there is a verdict."""
+        last = time.monotonic()
+        while not self.over.wait(self.period):
+            # In case a thread never gives Python's lock back: then nothing but this C function can act.
+            faulthandler.dump_traceback_later(self._timeout, exit=True, file=2)
+            now = time.monotonic()
+            slept, last = now - last - self.period, now
+            if slept > 3 * self.period:
+                self._pause(slept)
+            self._look_at_myself(now)
+            self._verdict = self._verdict or self._find_verdict(now)
+            if self._verdict and not self.over.is_set():
+                self._end(now)
+
+    def _look_at_myself(self, now: float) -> _Report:
+        beat = self._world.heartbeat
+        said = _Report(beat.beats, beat.doing, beat.untimed > 0, beat.waiting)
+        self._ranks[self._world.rank].update(now, said)
+        return said
+
     def _exchange(self) -> None:
-        board = self._board
         if self._store is None:
-            store: Any = board.world.store
+            store: Any = self._world.store
             self._store = store.clone()  # a connection of its own, as the other one may be waiting
-            self._store.set_timeout(timedelta(seconds=max(1.0, 2 * board.period)))
+            self._store.set_timeout(timedelta(seconds=max(1.0, 2 * self.period)))
         self._say(done=False)
-        if board.verdict:
-            self._store.set(f"{self._name}/verdict", board.verdict)
-        elif self._store.check([f"{self._name}/verdict"]):
-            board.verdict = self._store.get(f"{self._name}/verdict").decode()
+        if self._verdict:
+            self._store.set(f"{self._key}/verdict", self._verdict)
+        elif self._store.check([f"{self._key}/verdict"]):
+            self._verdict = self._store.get(f"{self._key}/verdict").decode()
         if self._number > 1:  # by then all have spoken
-            for rank, text in enumerate(self._store.multi_get([self._key(r) for r in board.ranks])):
-                if rank != board.world.rank:
+            texts = self._store.multi_get([f"{self._key}/{rank}" for rank in self._ranks])
+            for rank, text in enumerate(texts):
+                if rank != self._world.rank:
                     self._read(rank, text)
-        board.store_answered = time.monotonic()
+        self._store_answered = time.monotonic()
 
     def _say(self, *, done: bool) -> None:
         self._number += 1  # tells two reports apart that say the same
-        said = self._board.look_at_myself(time.monotonic())._replace(done=done)
+        said = self._look_at_myself(time.monotonic())._replace(done=done)
         if self._store is not None:
-            self._store.set(self._key(self._board.world.rank), json.dumps([self._number, *said]))
+            self._store.set(f"{self._key}/{self._world.rank}", json.dumps([self._number, *said]))
 
     def _read(self, rank: int, text: bytes) -> None:
         if text == self._last.get(rank):
-            self._board.ranks[rank].looks += 1
+            self._ranks[rank].looks += 1
             return
         self._last[rank] = text
-        self._board.ranks[rank].update(time.monotonic(), _Report(*json.loads(text)[1:]))
+        self._ranks[rank].update(time.monotonic(), _Report(*json.loads(text)[1:]))
 
-    def _key(self, rank: int) -> str:
-        return f"{self._name}/{rank}"
+    def _pause(self, seconds: float) -> None:
+        """Do not count a time in which this process, or the machine, did not run."""
+        now = time.monotonic()
+        self._store_answered = min(now, self._store_answered + seconds)
+        for rank in self._ranks.values():
+            rank.heard, rank.moved = min(now, rank.heard + seconds), min(now, rank.moved + seconds)
 
-
-class _Judge(threading.Thread):
-    """Ends this process when there is a verdict."""
-
-    def __init__(self, board: _Board, log: Path) -> None:
-        super().__init__(daemon=True, name="watchdog: judge")
-        self._board, self._log = board, log
-
-    def run(self) -> None:
-        board, last = self._board, time.monotonic()
-        while not board.over.wait(board.period):
-            # In case a thread never gives Python's lock back: then nothing but this C function can act.
-            faulthandler.dump_traceback_later(board.timeout, exit=True, file=2)
-            now = time.monotonic()
-            slept, last = now - last - board.period, now
-            if slept > 3 * board.period:
-                board.pause(slept)
-            board.look_at_myself(now)
-            board.verdict = board.verdict or self._verdict(now)
-            if board.verdict and not board.over.is_set():
-                self._end(now)
-
-    def _verdict(self, now: float) -> str:
+    def _find_verdict(self, now: float) -> str:
         """Say who is silent, or makes no progress while nobody else does either; empty when all is well."""
-        board, me, limit = self._board, self._board.world.rank, self._board.limit
-        running = {r: rank for r, rank in board.ranks.items() if r == me or not rank.said.done}
-        if board.world.store is not None and now - board.store_answered > limit:
+        me, limit = self._world.rank, self._limit
+        running = {r: rank for r, rank in self._ranks.items() if r == me or not rank.said.done}
+        silent = [
+            r for r, rank in running.items()
+            if r != me and rank.looks > LOOKS // 4 and now - rank.heard > limit
+        ]  # fmt: skip
+        if self._world.store is not None and now - self._store_answered > limit:
             silent = [0]  # keeps the store
-        else:
-            silent = [
-                r
-                for r, rank in running.items()
-                if r != me and rank.looks > LOOKS // 4 and now - rank.heard > limit
-            ]
         if silent and me not in silent:
             return f"{_ranks(silent)} silent for {limit:.0f} s: stopped, killed, or cut off"
         if any(rank.said.untimed or now - rank.moved <= limit for rank in running.values()):
@@ -236,23 +216,23 @@ class _Judge(threading.Thread):
         return f"nobody made progress for {limit:.0f} s, {_ranks(slowest)} least far"
 
     def _end(self, now: float) -> None:
-        board, world = self._board, self._board.world
-        lines = [f"rank {world.rank} of {world.size} ends, as the run hangs: {board.verdict}."]
-        for number, rank in board.ranks.items():
+        world = self._world
+        lines = [f"rank {world.rank} of {world.size} ends, as the run hangs: {self._verdict}."]
+        for number, rank in self._ranks.items():
             doing = "done" if rank.said.done else rank.said.doing
             lines.append(
                 f"  rank {number}: {doing}{' (waits)' if rank.said.waiting else ''}, "
                 f"heard {max(0.0, now - rank.heard):.0f} s ago, last progress {now - rank.moved:.0f} s ago"
             )
         lines.append(
-            f"(train.hang_timeout={board.timeout:g}; exit code {LOST_EXIT_CODE}: the same command goes on "
+            f"(train.hang_timeout={self._timeout:g}; exit code {LOST_EXIT_CODE}: the same command goes on "
             f"from the newest checkpoint.) Rank {world.rank} is here:"
         )
         text = "\n".join(lines) + "\n" + _stacks()
         os.write(2, text.encode())  # not through sys.stderr, whose lock a hung thread may hold
         with suppress(OSError), open(self._log, "a", encoding="utf-8") as file:
             file.write(text)
-        time.sleep(3 * board.period)  # for the others to hear the verdict before the connections break
+        time.sleep(3 * self.period)  # for the others to hear the verdict before the connections break
         os._exit(LOST_EXIT_CODE)
 
 

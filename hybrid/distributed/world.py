@@ -112,7 +112,7 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def problems(self, problem: Exception | None) -> str | None:
+    def problems(self, problem: BaseException | None) -> str | None:
         """Put all ranks' problems in words, on every rank; None when no rank has one."""
         texts = self.gather(None if problem is None else words(problem))
         if self.size == 1:

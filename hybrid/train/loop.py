@@ -24,22 +24,17 @@ from .throughput import Throughput
 
 
 class Hook:
-    """What else happens at some points of the loop. All ranks call all hooks in the same order."""
+    """What else happens at some points of the loop. All ranks call all hooks in the same order.
 
-    def before_step(self, run: Run) -> None:
-        """Called before anything is read for a step."""
+    `batches` and `passes` of the step have been read and made so far. `after_backward` comes before the
+    update, `after_step` when the step is logged and evaluated, and before it is saved.
+    """
 
-    def after_fetch(self, run: Run, batches: int) -> None:
-        """Called after every batch; `batches`: of this step, read so far."""
-
-    def after_forward(self, run: Run) -> None:
-        """Called between a forward pass and its backward pass."""
-
-    def after_backward(self, run: Run, passes: int) -> None:
-        """Called after every backward pass, before the update; `passes`: of this step, made so far."""
-
-    def after_step(self, run: Run, result: StepResult) -> None:
-        """Called when a step is logged and, where it is time, the model evaluated; before a checkpoint."""
+    def before_step(self, run: Run) -> None: ...
+    def after_fetch(self, run: Run, batches: int) -> None: ...
+    def after_forward(self, run: Run) -> None: ...
+    def after_backward(self, run: Run, passes: int) -> None: ...
+    def after_step(self, run: Run, result: StepResult) -> None: ...
 
 
 @dataclass
@@ -171,7 +166,7 @@ def evaluate(run: Run) -> validation.Score:
     if not run.held_out.documents:
         if run.scored is None:
             run.metrics.say("no validation: no document is held out (data.sources.*.validation)")
-        result = validation.Score(math.nan, math.nan, 0)
+        result = validation.Score(math.nan, math.nan)
     else:
         model, chunks = run.engine.model, run.recipe.train.carry_chunks
         result = validation.score(model, run.held_out, run.world, chunks)

@@ -71,19 +71,17 @@ class Metrics:
         if self._metrics is not None:
             with self._surviving():
                 os.fsync(self._metrics.fileno())
-            if self._events is not None:
-                with self._surviving():
-                    self._events.flush()
+        if self._events is not None:
+            with self._surviving():
+                self._events.flush()
 
     def close(self) -> None:
         """Flush and close the files."""
         self.flush()
-        with self._surviving():
-            if self._metrics is not None:
-                self._metrics.close()
-        with self._surviving():
-            if self._events is not None:
-                self._events.close()
+        for file in (self._metrics, self._events):
+            with self._surviving():
+                if file is not None:
+                    file.close()
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:

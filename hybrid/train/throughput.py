@@ -23,17 +23,11 @@ PEAK_TFLOPS = {
 
 
 @dataclass
-class _Sums:
+class _Totals:
     steps: int = 0
     seconds: float = 0.0
     waited: float = 0.0
     tokens: int = 0
-
-    def add(self, seconds: float, waited: float, tokens: int) -> None:
-        self.steps += 1
-        self.seconds += seconds
-        self.waited += waited
-        self.tokens += tokens
 
 
 class Throughput:
@@ -44,12 +38,15 @@ class Throughput:
         self._world, self._flops = world, flops_per_token
         peak = peak_flops(recipe.monitor, world.device, recipe.train.precision) if world.main else None
         self._peak = peak * world.size if peak else None
-        self._all, self._window = _Sums(), _Sums()
+        self._all, self._window = _Totals(), _Totals()
 
     def add(self, seconds: float, waited: float, tokens: int) -> None:
         """Count a step: its time, of that the wait for data, and its tokens over all ranks."""
-        self._all.add(seconds, waited, tokens)
-        self._window.add(seconds, waited, tokens)
+        for totals in (self._all, self._window):
+            totals.steps += 1
+            totals.seconds += seconds
+            totals.waited += waited
+            totals.tokens += tokens
 
     @property
     def seconds_per_step(self) -> float:
@@ -61,7 +58,7 @@ class Throughput:
 
     def report(self) -> dict[str, float]:
         """Compute values over the steps since the last call, memory over the run; every rank calls it."""
-        window, self._window = self._window, _Sums()
+        window, self._window = self._window, _Totals()
         flops = self._flops * window.tokens / window.seconds
         values = {
             "speed/tokens_per_second": window.tokens / window.seconds,

@@ -17,7 +17,7 @@ import torch
 
 from hybrid import recipe as recipes
 from hybrid.checkpoint.folder import CheckpointFolder, Origin, Progress, read_trainer
-from hybrid.checkpoint.run import CHECKPOINTS, TOKENIZER, RunDirectory
+from hybrid.checkpoint.run import CHECKPOINTS, TOKENIZER, describe, opened
 from hybrid.checkpoint.writer import Writer
 from hybrid.data import Loader, Tokenizer, ValidationSet, is_prepared, outdated, prepare
 from hybrid.distributed.context_parallel import SequenceRanks
@@ -86,17 +86,17 @@ def train(recipe: Recipe) -> Summary:
         recipes.check(recipe, world.size)
     output = Path(recipe.train.output)
     with lost_peers_in_words(), contextlib.ExitStack() as stack:
-        directory = world.rank0_only(lambda: stack.enter_context(contextlib.closing(RunDirectory(output))))
+        world.rank0_only(lambda: stack.enter_context(opened(output)))
         stack.enter_context(keepalive(world))
-        stack.enter_context(quiet(_log_file(output, world)))
-        stack.enter_context(watching(world, recipe.train.hang_timeout, _log_file(output, world)))
+        log = stack.enter_context(quiet(output / "logs" / f"rank_{world.rank}.log"))
+        stack.enter_context(watching(world, recipe.train.hang_timeout, log))
         if recipe.train.compile:
             stack.enter_context(compilation_takes_time(world))
         signals = stack.enter_context(Signals())
         signals.at_once = True  # a stopped preparation goes on where it was
         _prepare_data(recipe, world)
         signals.at_once = False
-        run = build(recipe, world, signals, directory, stack)
+        run = build(recipe, world, signals, log, stack)
         if any(world.gather(signals.stop)):
             stop(run, "before a step was taken; the same command goes on")
         train_steps(run)
@@ -121,18 +121,10 @@ def _prepare_data(recipe: Recipe, world: World) -> None:
             raise TrainError(f"sees no prepared data in {recipe.data.folder}: all processes need that folder")
 
 
-def build(
-    recipe: Recipe,
-    world: World,
-    signals: Signals,
-    directory: RunDirectory | None,
-    stack: contextlib.ExitStack,
-) -> Run:
+def build(recipe: Recipe, world: World, signals: Signals, log: Path, stack: contextlib.ExitStack) -> Run:
     """Put a run together, as it stands at the checkpoint to go on from; `stack` takes it down.
 
-    Args:
-        recipe: checked; model.vocab_size is filled in.
-        directory: the main rank's, None on the others.
+    `recipe` is checked, and its model.vocab_size is filled in here. `log` takes what DeepSpeed prints.
     """
     train, output = recipe.train, Path(recipe.train.output)
     geometry = recipes.batch_geometry(recipe, world.size)
@@ -142,14 +134,25 @@ def build(
     copy_to = Path(train.checkpoint_copy) if train.checkpoint_copy else None
     checkpoints = CheckpointFolder(output / CHECKPOINTS, train.keep_last, world, copy_to)
     tag, progress, changes = _find_checkpoint(checkpoints, recipe, tokenizer, world)
-    if directory is not None:
-        directory.describe(recipe, tokenizer, world)
+    if world.main:
+        describe(output, recipe, tokenizer, world)
     metrics = Metrics(output, recipe.monitor, world.main, progress.step)
     stack.callback(metrics.close)
     for text in changes:
         metrics.say(f"changed since the checkpoint: {text}")
-    with world.heartbeat.no_timeout("building the model"):
-        engine = _build_engine(recipe, geometry, tokenizer, tag, world, metrics)
+    torch.manual_seed(train.seed)
+    with world.heartbeat.no_timeout("building the model"), world.all_ranks_or_none():
+        model = HybridLM.from_recipe(recipe)
+        model.loss_chunk, model.activation_checkpointing = train.loss_chunk, train.activation_checkpointing
+        if tag is None and train.init_from:
+            metrics.say(resume.load_initial(model, train.init_from, tokenizer.fingerprint))
+    with world.heartbeat.no_timeout("building the engine"), open(log, "a", encoding="utf-8") as file:
+        with contextlib.redirect_stdout(file):
+            engine = Engine(model, recipe, geometry, world)
+        if tag is not None:
+            with world.all_ranks_or_none():
+                engine.load(tag)
+            metrics.say(f"going on from {tag}")
     stack.callback(engine.close)
     origin = Origin(
         world.size, recipe.parallel.zero_stage, train.precision, tokenizer.fingerprint, resume.plain(recipe)
@@ -208,35 +211,6 @@ def _find_checkpoint(
     return checkpoints.path / name, progress, changes
 
 
-def _build_engine(
-    recipe: Recipe,
-    geometry: recipes.Geometry,
-    tokenizer: Tokenizer,
-    tag: Path | None,
-    world: World,
-    metrics: Metrics,
-) -> Engine:
-    """Build the model with the weights of `tag`, of `train.init_from` or of `train.seed`, and its engine."""
-    torch.manual_seed(recipe.train.seed)
-    with world.all_ranks_or_none():
-        model = HybridLM.from_recipe(recipe)
-        model.loss_chunk = recipe.train.loss_chunk
-        model.activation_checkpointing = recipe.train.activation_checkpointing
-        if tag is None and recipe.train.init_from:
-            metrics.say(resume.load_initial(model, recipe.train.init_from, tokenizer.fingerprint))
-    with (
-        open(_log_file(Path(recipe.train.output), world), "a", encoding="utf-8") as log,
-        contextlib.redirect_stdout(log),  # DeepSpeed prints
-    ):
-        engine = Engine(model, recipe, geometry, world)
-        if tag is not None:
-            with world.all_ranks_or_none():
-                engine.load(tag)
-    if tag is not None:
-        metrics.say(f"going on from {tag}")
-    return engine
-
-
 def finish(run: Run, begin: float) -> Summary:
     """Score, sample and sum up, when the last step's checkpoint is on disk; `begin`: of the call."""
     progress, recipe, world = run.progress, run.recipe, run.world
@@ -266,12 +240,8 @@ def finish(run: Run, begin: float) -> Summary:
     )
 
 
-def _log_file(output: Path, world: World) -> Path:
-    return output / "logs" / f"rank_{world.rank}.log"
-
-
 @contextlib.contextmanager
-def quiet(path: Path) -> Iterator[None]:
+def quiet(path: Path) -> Iterator[Path]:
     """Send DeepSpeed's and torch's log messages and all warnings to the file `path`, not the terminal."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8", delay=True)
@@ -283,7 +253,7 @@ def quiet(path: Path) -> Iterator[None]:
         before[name] = (logger.handlers[:], logger.propagate)
         logger.handlers, logger.propagate = [handler], False
     try:
-        yield
+        yield path
     finally:
         logging.captureWarnings(False)
         for name, (handlers, propagate) in before.items():

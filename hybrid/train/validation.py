@@ -30,7 +30,6 @@ class Score(NamedTuple):
     """Nats per counted token."""
     bits_per_byte: float
     """Nats of all counted tokens / (ln 2 * UTF-8 bytes of the scored text)."""
-    tokens: int
 
 
 @torch.no_grad()
@@ -48,7 +47,7 @@ def score(model: nn.Module, held_out: ValidationSet, world: World, tbptt_chunks:
             nats, tokens = nats + float(loss.total), tokens + int(loss.tokens)
     model.train(training)
     nats, counted = world.gather_numbers([nats, tokens]).sum(0).tolist()
-    return Score(nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes), int(counted))
+    return Score(nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes))
 
 
 def write_samples(run: Path, recipe: Recipe, device: torch.device, say: Callable[[str], None]) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid.checkpoint.folder import tags_in
-from hybrid.checkpoint.run import RunDirectory, load_run, newest_weights
+from hybrid.checkpoint.run import load_run, newest_weights, opened
 from hybrid.distributed.signals import Signals
 from hybrid.errors import STOPPED_EXIT_CODE, TrainError
 from hybrid.train.metrics import read_metrics
@@ -325,7 +325,7 @@ def test_a_run_directory_is_complete(rank_pools, tiny_recipe: Path, tmp_path: Pa
 
 
 def test_a_second_run_in_the_same_directory_is_refused(rank_pools, tiny_recipe: Path, tmp_path: Path):
-    with contextlib.closing(RunDirectory(tmp_path)):
+    with opened(tmp_path):
         (refused,) = rank_pools(1).run(tiny.run, tiny_recipe, tmp_path)
     assert refused[0] == "TrainError"
     assert "another process is training" in refused[1]
