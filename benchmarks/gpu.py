@@ -57,7 +57,7 @@ from hybrid.layers.softmax import force_kernel  # noqa: E402
 from hybrid.model import HybridLM  # noqa: E402
 from hybrid.recipe import load  # noqa: E402
 from hybrid.recipe.schema import Recipe  # noqa: E402
-from hybrid.train.metrics import peak_flops  # noqa: E402
+from hybrid.train.throughput import peak_flops  # noqa: E402
 from hybrid.verify import Setting, check_folder, table  # noqa: E402
 
 Note = Callable[[str, Any], None]

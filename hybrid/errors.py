@@ -39,7 +39,7 @@ class LostError(TrainError):
     exit_code = LOST_EXIT_CODE
 
 
-def words(error: Exception) -> str:
+def words(error: BaseException) -> str:
     """Describe an error in a few words; one of the system's with the file it is about."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")

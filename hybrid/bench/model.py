@@ -22,7 +22,7 @@ from hybrid.model.head import Loss
 from hybrid.recipe import batch_geometry
 from hybrid.recipe.schema import OptimizerSection, Recipe
 from hybrid.train import optimizer
-from hybrid.train.metrics import peak_flops
+from hybrid.train.throughput import peak_flops
 
 from .report import columns, duration, environment, keep, shares_table
 from .timing import alternate, seconds

@@ -15,16 +15,19 @@ from typing import Any
 import torch
 
 from hybrid import recipe as recipes
+from hybrid.checkpoint.run import opened
 from hybrid.data.batch import Batch, Segment
 from hybrid.data.preparation.prepare import prepare
 from hybrid.distributed import world as distributed
 from hybrid.distributed.signals import Signals
 from hybrid.model import HybridLM
 from hybrid.recipe.schema import Recipe
-from hybrid.train import logs, step
 from hybrid.train.engine import Engine
-from hybrid.train.loop import Run
-from hybrid.train.run_directory import RunDirectory
+from hybrid.train.hooks import layer_statistics
+from hybrid.train.loop import Run, save
+from hybrid.train.loop import take_step as take_loop_step
+from hybrid.train.step import Step
+from hybrid.train.trainer import build, quiet
 
 from .crossing import Crossing
 from .sequence import Long
@@ -85,7 +88,7 @@ def open_engine(sizes: Sizes, stage: int) -> None:
 
 
 def take_step() -> None:
-    step.take(_opened["engine"], _opened["world"], _opened["batches"], Signals())
+    Step(_opened["engine"], _opened["world"], _opened["batches"]).take()
 
 
 def close_engine() -> None:
@@ -100,27 +103,26 @@ def loop(sizes: Sizes, folder: str) -> dict[str, float]:
     recipe = sizes.recipe(folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(logs.quiet(Path(recipe.train.output) / "logs" / "rank_0.log"))
+        log = stack.enter_context(quiet(Path(recipe.train.output) / "logs" / "rank_0.log"))
         prepare(recipe.data, processes=1)
-        directory = RunDirectory(Path(recipe.train.output))
-        stack.callback(directory.close)
-        run = Run(recipe, world, Signals(), directory, stack)
+        stack.enter_context(opened(Path(recipe.train.output)))
+        run = build(recipe, world, Signals(), log, stack)
         return _measured(run, sizes)
 
 
 def _measured(run: Run, sizes: Sizes) -> dict[str, float]:
     engine, steps = run.engine.deepspeed, Steps()
     for _ in range(3):
-        run._step()
+        take_loop_step(run)
     begin, waited, batches = time.perf_counter(), 0.0, []
     with steps.watching(
         (engine, "forward", "engine"), (engine, "backward", "engine"), (engine, "step", "engine")
     ):
         for _ in range(sizes.loop_steps):
-            done = run._step()
+            done = take_loop_step(run)
             waited, batches = waited + done.waited, done.batches
     whole = time.perf_counter() - begin
-    statistics = _seconds(lambda: run._statistics(batches[0])) / run.recipe.monitor.statistics_every
+    statistics = _seconds(lambda: layer_statistics(run, batches[0])) / run.recipe.monitor.statistics_every
     return {
         "step": whole / sizes.loop_steps,
         "engine": steps.seconds["engine"] / sizes.loop_steps,
@@ -133,9 +135,9 @@ def _measured(run: Run, sizes: Sizes) -> dict[str, float]:
 def _stalls(run: Run, saves: int) -> Iterator[float]:
     """Seconds that training stands still for a checkpoint that is written beside it."""
     for _ in range(saves):
-        run._step()
-        yield _seconds(lambda: run._save(patient=False))
-        run.saver.wait()
+        take_loop_step(run)
+        yield _seconds(lambda: save(run))
+        run.writer.wait()
 
 
 def _seconds(work: Callable[[], Any]) -> float:

@@ -17,12 +17,11 @@ import torch
 from hybrid.data.batch import Batch, Segment
 from hybrid.distributed import world as distributed
 from hybrid.distributed.context_parallel import SequenceRanks
-from hybrid.distributed.signals import Signals
 from hybrid.model import HybridLM
 from hybrid.recipe import Geometry
 from hybrid.recipe.schema import Recipe
-from hybrid.train import step
 from hybrid.train.engine import Engine
+from hybrid.train.step import Step
 
 from .memory import measure_once
 from .ranks import Ranks
@@ -94,8 +93,8 @@ def open_engine(long: Long) -> None:
     ids = torch.randint(0, long.vocabulary, (1, long.tokens + 1))
     borders = torch.tensor([0, long.tokens], dtype=torch.int32)
     batch = Batch(ids[:, :-1], ids[:, 1:], borders, 0, [Segment("random", 0, 0, long.tokens)])
-    sharing = SequenceRanks.join(world, world.size)
-    _opened["step"] = lambda: step.take(engine, world, [batch], Signals(), sharing=sharing)
+    ranks = SequenceRanks.join(world, world.size)
+    _opened["step"] = lambda: Step(engine, world, [batch], ranks=ranks).take()
 
 
 def take_step() -> tuple[float, int]:

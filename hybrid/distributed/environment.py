@@ -11,7 +11,7 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 
 def number(name: str, default: int | None = None, *, least: int = 0, below: int | None = None) -> int:
-    """The whole number in an environment variable, from `least` and `below` a limit; TrainError otherwise."""
+    """Read a whole number from an environment variable, from `least` and `below` a limit; else TrainError."""
     text = os.environ.get(name)
     if not text and default is not None:
         return default
@@ -28,23 +28,24 @@ def number(name: str, default: int | None = None, *, least: int = 0, below: int 
     return value
 
 
-def is_used() -> bool:
-    """Whether this process was started by a launcher; TrainError when it told only half."""
+def set_single_process() -> None:
+    """Set the launcher's variables where no launcher did; TrainError when one set only some of them."""
     present = [name for name in LAUNCHER_VARIABLES if os.environ.get(name)]
     if "RANK" not in present and "WORLD_SIZE" not in present:
-        return False
-    missing = [name for name in LAUNCHER_VARIABLES if name not in present]
-    if missing:
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(free_port()),
+        )  # fmt: skip
+    elif missing := [name for name in LAUNCHER_VARIABLES if name not in present]:
         raise TrainError(
             f"the environment names {', '.join(present)} but not {', '.join(missing)}: start the "
             "processes with `deepspeed --module hybrid train` or `torchrun -m hybrid train`, or unset "
             "them"
         )
-    return True
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens on now."""
+    """Find a TCP port of this machine that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -10,7 +10,9 @@ import torch
 
 from hybrid.distributed import world as distributed
 from hybrid.distributed.environment import LAUNCHER_VARIABLES
-from hybrid.distributed.world import TrainError, World, peers_may_end
+from hybrid.distributed.lost_hosts import lost_peers_in_words
+from hybrid.distributed.world import World
+from hybrid.errors import TrainError
 
 
 def test_a_half_set_environment_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -27,7 +29,7 @@ def test_one_process_alone_needs_no_collectives():
     world = World(0, 1, 0, 1, torch.device("cpu"))
     assert world.gather("a") == ["a"]
     assert world.gather_numbers([1.0, 2.0]).tolist() == [[1.0, 2.0]]
-    with pytest.raises(OSError, match="gone"), world.together():
+    with pytest.raises(OSError, match="gone"), world.all_ranks_or_none():
         raise OSError("gone")
 
 
@@ -39,8 +41,8 @@ def numbers() -> list[list[float]]:
 def failing(rank: int, error: type[Exception]) -> str:
     world = distributed.start(1)
     try:
-        world.on_main(lambda: None, patient=True)
-        with world.together():
+        world.rank0_only(lambda: None, no_timeout=True)
+        with world.all_ranks_or_none():
             if world.rank == rank:
                 raise error("no such file" if error is OSError else "")
     except (OSError, ValueError, SystemExit) as found:
@@ -93,7 +95,7 @@ def place(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
 def test_a_place_that_cannot_be_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], words: str
 ):
-    """T020: before waiting for anybody."""
+    """huggingface/accelerate#953: before waiting for anybody."""
     place(monkeypatch, **changes)
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
     with pytest.raises(TrainError, match=re.escape(words)):
@@ -101,7 +103,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(
 
 
 def test_a_lost_process_is_told_in_words():
-    with pytest.raises(TrainError, match="lost the connection to another process"), peers_may_end():
+    with pytest.raises(TrainError, match="lost the connection to another process"), lost_peers_in_words():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
-    with pytest.raises(RuntimeError, match="shape"), peers_may_end():
+    with pytest.raises(RuntimeError, match="shape"), lost_peers_in_words():
         raise RuntimeError("a shape of our own making")

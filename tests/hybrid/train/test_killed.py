@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from hybrid.checkpoint.tag import tags_in
-from hybrid.distributed import environment as launcher
+from hybrid.checkpoint.folder import tags_in
+from hybrid.distributed.environment import free_port
 from hybrid.errors import STOPPED_EXIT_CODE
 from hybrid.train.metrics import read_metrics
 
@@ -56,7 +56,7 @@ def test_sigterm_while_it_imports(tiny_recipe: Path, tmp_path: Path):
 def test_sigterm_while_a_library_has_turned_standard_error_away():
     """DeepSpeed does so while it tries a compiler."""
     code = (
-        "import os, signal, time; from hybrid.train.signals import ending_at_once\n"
+        "import os, signal, time; from hybrid.distributed.signals import ending_at_once\n"
         "with ending_at_once():\n"
         "    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -70,7 +70,7 @@ def test_sigterm_while_a_library_has_turned_standard_error_away():
 def test_sigterm_while_it_waits_for_the_others(tiny_recipe: Path, tmp_path: Path):
     """In code of torch's that knows no signals, for up to five minutes."""
     command = [sys.executable, "-m", "hybrid", "train", str(tiny_recipe), f"train.output={tmp_path / 'run'}"]
-    port = launcher.free_port()
+    port = free_port()
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     with started(command, tmp_path / "log", MASTER_PORT=str(port), **place) as process:
         begin = time.monotonic()
@@ -114,21 +114,16 @@ def test_sigterm_while_the_model_is_built_ends_all_before_a_step(two_ranks, tiny
 
 def stopped_within(path: Path, output: Path, step: int, **overrides: Any) -> Any:
     """A run in which rank 1 gets SIGTERM after the third pass of a step."""
-    from hybrid.train import loop
+    from hybrid.train.hooks import StopSignals
 
-    true_take, taken = loop.step.take, []
+    true_after_backward = StopSignals.after_backward
 
-    def take(*args: Any, between: Any, **kwargs: Any) -> Any:
-        taken.append(0)
+    def after_backward(hook: Any, run: Any, passes: int) -> None:
+        if run.progress.step + 1 == step and run.world.rank == 1 and passes == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        true_after_backward(hook, run, passes)
 
-        def signalled_between(passes: int) -> None:
-            if len(taken) == step and args[1].rank == 1 and passes == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-            between(passes)
-
-        return true_take(*args, between=signalled_between, **kwargs)
-
-    with tiny.patched(loop.step, "take", take):
+    with tiny.patched(StopSignals, "after_backward", after_backward):
         return tiny.run(path, output, **overrides)
 
 
@@ -149,9 +144,9 @@ def test_a_step_of_many_passes_is_left_and_taken_again(
 
 def stopped_while_reading(path: Path, output: Path, **overrides: Any) -> Any:
     """A run in which rank 1 gets SIGTERM while the first step's batches are read."""
-    from hybrid.train import loop
+    from hybrid.data.loader import Loader
 
-    true_next, read = loop.Loader.__next__, []
+    true_next, read = Loader.__next__, []
 
     def signalled_next(loader: Any) -> Any:
         read.append(0)
@@ -159,7 +154,7 @@ def stopped_while_reading(path: Path, output: Path, **overrides: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
         return true_next(loader)
 
-    with tiny.patched(loop.Loader, "__next__", signalled_next):
+    with tiny.patched(Loader, "__next__", signalled_next):
         return tiny.run(path, output, **overrides), len(read)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid.recipe.schema import ScheduleSection
-from hybrid.train.schedule import rate_fraction
+from hybrid.train.optimizer import rate_fraction
 
 
 def fractions(steps: int, **section) -> list[float]:

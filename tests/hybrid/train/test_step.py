@@ -10,13 +10,13 @@ import torch
 
 from hybrid.data.batch import Batch, Segment
 from hybrid.distributed import world as distributed
-from hybrid.distributed.signals import Signals
 from hybrid.model import HybridLM
-from hybrid.model.head import IGNORE
+from hybrid.model.head import IGNORE, Loss
 from hybrid.recipe import Geometry, layer_specs
 from hybrid.recipe.schema import Recipe
-from hybrid.train import optimizer, step
+from hybrid.train import optimizer
 from hybrid.train.engine import Engine
+from hybrid.train.step import Step
 
 from .tiny import fingerprint, patched, weights
 
@@ -91,20 +91,20 @@ def in_ranks(
     ids, labels = data(world.size)
     mine = slice(world.rank * SEQUENCES, (world.rank + 1) * SEQUENCES)
     found: dict[str, Any] = {"hashes": [fingerprint(engine)], "steps": []}
-    true_objective = step._objective
+    true_forward = Engine.forward
 
-    def bad_objective(*args: Any) -> torch.Tensor:
-        value = true_objective(*args)
-        args[-1][0] *= math.nan
-        return value
+    def bad_forward(*args: Any, **kwargs: Any) -> Loss:
+        """A loss that is not finite, with a gradient that is."""
+        loss = true_forward(*args, **kwargs)
+        return loss._replace(total=loss.total + math.nan)
 
     for number in range(steps):
         engine.set_rates(1.0)
         batches = micro_batches(ids[number, mine], labels[number, mine], size)
         wrong = bad if number == bad_step and world.rank == world.size - 1 else ""
         hook = engine.model.norm.weight.register_hook(one_nan) if wrong == "gradient" else None
-        with patched(step, "_objective", bad_objective if wrong == "loss" else true_objective):
-            done = step.take(engine, world, batches, Signals(), z_loss=z_loss)
+        with patched(Engine, "forward", bad_forward if wrong == "loss" else true_forward):
+            done = Step(engine, world, batches, z_loss=z_loss).take()
         if hook:
             hook.remove()
         found["steps"].append((done.loss, done.update.norm, done.update.clip_factor, done.update.skipped))
@@ -166,7 +166,7 @@ def whole_error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize(("precision", "stage"), STAGES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_any_split_gives_the_gradient_of_one_large_batch(rank_pools, world: int, precision: str, stage: int):
-    """T010. One large SGD step shows the gradient that the optimizer was given."""
+    """allenai/open-instruct#1498. One large SGD step shows the gradient that the optimizer was given."""
     rate = 1e3
     settings = {"name": "sgd", "lr": rate, "weight_decay": 0.0}
     start = dict(model(precision).named_parameters())
@@ -186,7 +186,8 @@ def test_any_split_gives_the_gradient_of_one_large_batch(rank_pools, world: int,
 
 @pytest.mark.parametrize(("precision", "stage"), STAGES)
 def test_adamw_follows_the_large_batch_and_replicas_stay_equal(two_ranks, precision: str, stage: int):
-    """T010: losses, norms, and the hash of the weights on both ranks after each of three steps."""
+    """deepspeedai/DeepSpeed#7985: losses, norms, and the hash of the weights on both ranks after each of
+    three steps."""
     right = reference(2, clip=0.5)["steps"]
     tolerance = 2e-5 if precision == "fp32" else 2e-2
     for ranks in zip(*two_ranks.run(all_splits, stage, precision, (8, 2), clip=0.5), strict=True):

@@ -13,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybrid.checkpoint import tensor_files as statefiles
-from hybrid.checkpoint.folder import Checkpoints
-from hybrid.checkpoint.tag import Origin, Progress, load_weights, newest_weights, tags_in
-from hybrid.checkpoint.writer import Saver
-from hybrid.distributed.world import TrainError, World
+from hybrid.checkpoint import tensor_files
+from hybrid.checkpoint.folder import CheckpointFolder, Origin, Progress, read_trainer, tags_in
+from hybrid.checkpoint.run import load_weights, newest_weights
+from hybrid.checkpoint.writer import Writer
+from hybrid.distributed.world import World
+from hybrid.errors import TrainError
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -37,41 +38,38 @@ class Silent:
         self.values |= values
 
 
-class FakeEngine:
+class FakeState:
     """A weight `a` of 4 elements and its moment of 250 000 bytes."""
 
-    def __init__(self) -> None:
-        self.masters = self
+    def files(self) -> list[tensor_files.TensorFile]:
+        moment = tensor_files.Entry("a", "exp_avg", (250, 250), 0)
+        return [tensor_files.layout({"a": (4,)}, [])[0], tensor_files.TensorFile(OPTIMIZER, (moment,))]
 
-    def files(self) -> list[statefiles.StateFile]:
-        moment = statefiles.Entry("a", "exp_avg", (250, 250), 0)
-        return [statefiles.layout({"a": (4,)}, [])[0], statefiles.StateFile(OPTIMIZER, (moment,))]
-
-    def capture(self) -> list[tuple[statefiles.StateFile, list[torch.Tensor]]]:
+    def capture(self) -> list[tuple[tensor_files.TensorFile, list[torch.Tensor]]]:
         return list(
             zip(self.files(), [[torch.arange(4.0)], [torch.ones(62000), torch.ones(500)]], strict=True)
         )
 
 
-def checkpoints(folder: Path, keep_last: int = 3, copy: Path | None = None) -> Checkpoints:
-    return Checkpoints(folder, keep_last, ALONE, copy)
+def checkpoints(folder: Path, keep_last: int = 3, copy: Path | None = None) -> CheckpointFolder:
+    return CheckpointFolder(folder, keep_last, ALONE, copy)
 
 
-def begin(kept: Checkpoints, step: int) -> tuple[Saver, Silent]:
+def begin(kept: CheckpointFolder, step: int) -> tuple[Writer, Silent]:
     monitor = Silent()
-    saver = Saver(kept, ALONE, monitor)  # type: ignore[arg-type]
-    saver.begin(FakeEngine(), Progress(step=step, sample=4 * step), Origin(1, 1, "fp32", "f00"))  # type: ignore[arg-type]
-    return saver, monitor
+    writer = Writer(kept, FakeState(), Origin(1, 1, "fp32", "f00"), ALONE, monitor)  # type: ignore[arg-type]
+    writer.begin(Progress(step=step, sample=4 * step))
+    return writer, monitor
 
 
-def save(kept: Checkpoints, step: int) -> tuple[Saver, Silent]:
-    saver, monitor = begin(kept, step)
-    saver.wait()
-    return saver, monitor
+def save(kept: CheckpointFolder, step: int) -> tuple[Writer, Silent]:
+    writer, monitor = begin(kept, step)
+    writer.wait()
+    return writer, monitor
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Checkpoints:
+def three(tmp_path: Path) -> CheckpointFolder:
     """Steps 10, 20 and 30."""
     kept = checkpoints(tmp_path / "checkpoints")
     for step in (10, 20, 30):
@@ -79,36 +77,36 @@ def three(tmp_path: Path) -> Checkpoints:
     return kept
 
 
-def test_a_tag_holds_what_was_saved(three: Checkpoints):
-    assert tags_in(three.folder) == ["step_00000010", "step_00000020", "step_00000030"]
-    assert (three.folder / "latest").read_text() == "step_00000030\n"
+def test_a_tag_holds_what_was_saved(three: CheckpointFolder):
+    assert tags_in(three.path) == ["step_00000010", "step_00000020", "step_00000030"]
+    assert (three.path / "latest").read_text() == "step_00000030\n"
     assert three.find("auto") == "step_00000030"
-    progress, origin = three.read("step_00000020")
+    progress, origin = read_trainer(three.path / "step_00000020")
     assert (progress.step, progress.sample, origin.tokenizer) == (20, 80, "f00")
-    folder = newest_weights(three.folder.parent)
+    folder = newest_weights(three.path.parent)
     assert load_weights(folder)["a"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert load_file(folder / OPTIMIZER)["a.exp_avg"].equal(torch.ones(250, 250))
 
 
 def test_empty_files_after_a_power_cut_are_passed_over(
-    three: Checkpoints, capsys: pytest.CaptureFixture[str]
+    three: CheckpointFolder, capsys: pytest.CaptureFixture[str]
 ):
-    """T007: all files of the newest have 0 bytes, and there is no `latest`."""
-    for path in (three.folder / "step_00000030").iterdir():
+    """tdrussell/diffusion-pipe#159: all files of the newest have 0 bytes, and there is no `latest`."""
+    for path in (three.path / "step_00000030").iterdir():
         path.write_bytes(b"")
-    (three.folder / "latest").unlink()
+    (three.path / "latest").unlink()
     assert three.find("auto") == "step_00000020"
     said = capsys.readouterr().out
     assert "step_00000030 is damaged (manifest.json is unreadable): going back to step_00000020" in said
-    assert newest_weights(three.folder.parent).name == "step_00000020"
+    assert newest_weights(three.path.parent).name == "step_00000020"
 
 
 def test_one_missing_shard_is_found_whatever_latest_says(
-    three: Checkpoints, capsys: pytest.CaptureFixture[str]
+    three: CheckpointFolder, capsys: pytest.CaptureFixture[str]
 ):
-    """T007: 'latest' is padded with rubbish and one optimizer file is missing."""
-    (three.folder / "latest").write_bytes(b"step_30\n\0")
-    (three.folder / "step_00000030" / OPTIMIZER).unlink()
+    """pytorch/torchtitan#4191: 'latest' is padded with rubbish and one optimizer file is missing."""
+    (three.path / "latest").write_bytes(b"step_30\n\0")
+    (three.path / "step_00000030" / OPTIMIZER).unlink()
     assert three.find("auto") == "step_00000020"
     assert "optimizer.safetensors is missing" in capsys.readouterr().out
 
@@ -120,24 +118,24 @@ def test_one_missing_shard_is_found_whatever_latest_says(
         (lambda path: path.write_bytes(b"\0" * path.stat().st_size), "has other contents than were written"),
     ],
 )
-def test_a_shortened_or_changed_file_is_found(three: Checkpoints, damage, words: str):
-    damage(three.folder / "step_00000030" / OPTIMIZER)
+def test_a_shortened_or_changed_file_is_found(three: CheckpointFolder, damage, words: str):
+    damage(three.path / "step_00000030" / OPTIMIZER)
     assert three.find("auto") == "step_00000020"
     with pytest.raises(TrainError, match=words):
         three.find("step_00000030")
 
 
-def test_when_all_are_damaged_it_stops(three: Checkpoints):
+def test_when_all_are_damaged_it_stops(three: CheckpointFolder):
     """Never a silent fresh start."""
-    for tag in tags_in(three.folder):
-        (three.folder / tag / "model.safetensors").unlink()
+    for tag in tags_in(three.path):
+        (three.path / tag / "model.safetensors").unlink()
     with pytest.raises(TrainError, match=r"no checkpoint .* is whole: step_00000030 .* step_00000010"):
         three.find("auto")
     with pytest.raises(TrainError, match=r"holds no whole weights: step_00000030 is damaged .*missing"):
-        newest_weights(three.folder.parent)
+        newest_weights(three.path.parent)
 
 
-def test_an_absent_tag_stops_and_says_what_there_is(three: Checkpoints):
+def test_an_absent_tag_stops_and_says_what_there_is(three: CheckpointFolder):
     with pytest.raises(TrainError, match=r"no checkpoint 'step_00000015' .* step_00000010, step_00000020"):
         three.find("step_00000015")
 
@@ -148,17 +146,17 @@ def test_an_empty_folder_is_a_fresh_start(tmp_path: Path):
     assert checkpoints(tmp_path / "some").find("auto") is None
 
 
-def test_never_refuses_a_folder_with_checkpoints(three: Checkpoints, tmp_path: Path):
+def test_never_refuses_a_folder_with_checkpoints(three: CheckpointFolder, tmp_path: Path):
     with pytest.raises(TrainError, match="already holds checkpoints"):
         three.find("never")
     assert checkpoints(tmp_path / "none").find("never") is None
 
 
-def test_an_unfinished_save_is_not_a_checkpoint(three: Checkpoints):
-    (three.folder / "step_00000030").rename(three.folder / "step_00000030.partial")
+def test_an_unfinished_save_is_not_a_checkpoint(three: CheckpointFolder):
+    (three.path / "step_00000030").rename(three.path / "step_00000030.partial")
     assert three.find("auto") == "step_00000020"
     save(three, 40)
-    assert not (three.folder / "step_00000030.partial").exists()
+    assert not (three.path / "step_00000030.partial").exists()
 
 
 def test_only_the_newest_are_kept(tmp_path: Path):
@@ -169,32 +167,34 @@ def test_only_the_newest_are_kept(tmp_path: Path):
     assert tags_in(tmp_path) == ["step_00000003", "step_00000004"]
 
 
-def test_going_back_sets_newer_tags_aside_until_training_has_passed_them(three: Checkpoints):
+def test_going_back_sets_newer_tags_aside_until_training_has_passed_them(three: CheckpointFolder):
     three.set_newer_aside(10)
-    assert tags_in(three.folder) == ["step_00000010"]
+    assert tags_in(three.path) == ["step_00000010"]
     save(three, 20)
-    names = {path.name for path in three.folder.iterdir()}
+    names = {path.name for path in three.path.iterdir()}
     assert names == {"latest", "step_00000010", "step_00000020", "step_00000030.aside"}
     save(three, 30)
-    assert not list(three.folder.glob("*.aside"))
+    assert not list(three.path.glob("*.aside"))
 
 
-def test_a_full_disk_leaves_the_older_tags_as_they_were(three: Checkpoints, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_leaves_the_older_tags_as_they_were(
+    three: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+):
     """Training is not told by an exception, but by words and a number."""
-    true_write = statefiles.write
+    true_write = tensor_files.write
 
     def write(path: Path, *rest: Any) -> tuple[int, str]:
         true_write(path, *rest)
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(statefiles, "write", write)
-    saver, monitor = save(three, 40)
+    monkeypatch.setattr(tensor_files, "write", write)
+    writer, monitor = save(three, 40)
     assert re.search(
         r"step_00000040: No space left .*; the newest good checkpoint is step_00000030; training goes on",
         monitor.said[0],
     )
-    assert (saver.saved_step, saver.begun_step, monitor.values["checkpoint/failures"]) == (-1, 40, 1)
-    assert not list(three.folder.glob("*40*"))
+    assert (writer.saved_step, writer.begun_step, monitor.values["checkpoint/failures"]) == (-1, 40, 1)
+    assert not list(three.path.glob("*40*"))
     assert three.find("auto") == "step_00000030"
     monkeypatch.undo()
     assert save(three, 50)[0].saved_step == 50
@@ -206,25 +206,27 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     assert re.search(r"could not write checkpoint .*step_00000010.* no earlier checkpoint", monitor.said[0])
 
 
-def test_training_goes_on_while_a_slow_disk_is_written(three: Checkpoints, monkeypatch: pytest.MonkeyPatch):
+def test_training_goes_on_while_a_slow_disk_is_written(
+    three: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+):
     """The next save waits for a while, then it is left out; the one on its way is not harmed."""
-    release, true_write = threading.Event(), statefiles.write
+    release, true_write = threading.Event(), tensor_files.write
 
     def write(*args: Any) -> tuple[int, str]:
         release.wait(30)
         return true_write(*args)
 
-    monkeypatch.setattr(statefiles, "write", write)
+    monkeypatch.setattr(tensor_files, "write", write)
     monkeypatch.setattr("hybrid.checkpoint.writer.PATIENCE", 0.05)
-    saver, monitor = begin(three, 40)
-    saver.advance()
+    writer, monitor = begin(three, 40)
+    writer.advance()
     assert monitor.values["checkpoint/stall_seconds"] < 1
-    assert tags_in(three.folder)[-1] == "step_00000030"
-    saver.begin(FakeEngine(), Progress(step=50), Origin(1, 1, "fp32", "f00"))  # type: ignore[arg-type]
+    assert tags_in(three.path)[-1] == "step_00000030"
+    writer.begin(Progress(step=50))
     assert "step 50 is left out: that of step 40 is still being written" in monitor.said[0]
     release.set()
-    saver.wait()
-    assert (saver.saved_step, tags_in(three.folder)[-1]) == (40, "step_00000040")
+    writer.wait()
+    assert (writer.saved_step, tags_in(three.path)[-1]) == (40, "step_00000040")
 
 
 def test_a_copy_is_kept_in_a_second_folder(tmp_path: Path):
@@ -244,22 +246,22 @@ def test_a_copy_is_kept_in_a_second_folder(tmp_path: Path):
 
 def test_a_copy_that_fails_costs_nothing_else(tmp_path: Path):
     (tmp_path / "b").write_text("a file where the folder should be")
-    saver, monitor = save(checkpoints(tmp_path / "a", copy=tmp_path / "b"), 1)
-    assert saver.saved_step == 1
+    writer, monitor = save(checkpoints(tmp_path / "a", copy=tmp_path / "b"), 1)
+    assert writer.saved_step == 1
     assert "could not copy checkpoint step_00000001" in monitor.said[0]
 
 
 def test_files_beyond_a_size_are_cut_at_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As other programs cut them: numbered, with an index of the weights."""
-    monkeypatch.setattr(statefiles, "FILE_BYTES", 32)
-    files = statefiles.layout({"a": (4,), "b": (3,), "c": (2, 3)}, ["exp_avg", "step"])
+    monkeypatch.setattr(tensor_files, "FILE_BYTES", 32)
+    files = tensor_files.layout({"a": (4,), "b": (3,), "c": (2, 3)}, ["exp_avg", "step"])
     assert [[entry.name for entry in file.entries] for file in files] == [
         ["a", "b"], ["c"], ["a.exp_avg", "a.step", "b.exp_avg"], ["b.step", "c.exp_avg", "c.step"],
     ]  # fmt: skip
     for number, file in enumerate(files):
         numbers = torch.arange(file.elements, dtype=torch.float32) + 100 * number
-        statefiles.write(tmp_path / file.name, file.header(), [numbers], lambda: None)
-    index = statefiles.index(files)
+        tensor_files.write(tmp_path / file.name, file.header(), [numbers], lambda: None)
+    index = tensor_files.index(files)
     assert index is not None
     assert index["weight_map"] == {name: files[name == "c"].name for name in "abc"}
     assert [path.name for path in sorted(tmp_path.glob("m*"))] == [
@@ -267,20 +269,20 @@ def test_files_beyond_a_size_are_cut_at_tensors(tmp_path: Path, monkeypatch: pyt
     ]  # fmt: skip
     found = load_weights(newest_weights(tmp_path))
     assert found["c"].tolist() == [[100.0, 101.0, 102.0], [103.0, 104.0, 105.0]]
-    reader = statefiles.Reader(tmp_path)
+    reader = tensor_files.Reader(tmp_path)
     assert reader.keys == ["exp_avg", "step"]
     assert (reader.state("b", "step").item(), reader.state("b", "exp_avg").tolist()) == (300, [205, 206, 207])
     with pytest.raises(TrainError, match=r"holds no d\.exp_avg"):
         reader.state("d", "exp_avg")
 
 
-def test_weights_lie_in_a_folder_of_their_own_too(three: Checkpoints, tmp_path: Path):
-    shutil.copy(newest_weights(three.folder.parent) / WEIGHTS, tmp_path)
+def test_weights_lie_in_a_folder_of_their_own_too(three: CheckpointFolder, tmp_path: Path):
+    shutil.copy(newest_weights(three.path.parent) / WEIGHTS, tmp_path)
     assert newest_weights(tmp_path) == tmp_path
 
 
-def test_the_manifest_lists_every_other_file(three: Checkpoints):
-    folder = three.folder / "step_00000010"
+def test_the_manifest_lists_every_other_file(three: CheckpointFolder):
+    folder = three.path / "step_00000010"
     listed = json.loads((folder / "manifest.json").read_text())["files"]
     assert set(listed) == {path.name for path in folder.iterdir()} - {"manifest.json"}
 
@@ -290,20 +292,20 @@ def test_the_manifest_lists_every_other_file(three: Checkpoints):
     ["[]", "null", '{"files": []}', '{"files": {}}', '{"files": {"trainer.json": {}}}', "[" * 100_000],
 )
 def test_a_manifest_that_says_nothing_is_damage(
-    three: Checkpoints, capsys: pytest.CaptureFixture[str], manifest: str
+    three: CheckpointFolder, capsys: pytest.CaptureFixture[str], manifest: str
 ):
     """Nothing would have been checked; reading weights falls back too, and says so."""
-    (three.folder / "step_00000030" / "manifest.json").write_text(manifest)
+    (three.path / "step_00000030" / "manifest.json").write_text(manifest)
     assert three.find("auto") == "step_00000020"
     assert "step_00000030 is damaged (manifest.json" in capsys.readouterr().out
-    assert newest_weights(three.folder.parent).name == "step_00000020"
+    assert newest_weights(three.path.parent).name == "step_00000020"
     assert "step_00000030 is damaged (manifest.json" in capsys.readouterr().err
 
 
-def test_changed_weights_are_not_taken(three: Checkpoints, capsys: pytest.CaptureFixture[str]):
-    path = three.folder / "step_00000030" / "model.safetensors"
+def test_changed_weights_are_not_taken(three: CheckpointFolder, capsys: pytest.CaptureFixture[str]):
+    path = three.path / "step_00000030" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert newest_weights(three.folder.parent).name == "step_00000020"
+    assert newest_weights(three.path.parent).name == "step_00000020"
     assert "model.safetensors has other contents than were written): taking step_00000020" in (
         capsys.readouterr().err
     )
@@ -317,7 +319,7 @@ def test_weights_that_are_no_safetensors_are_refused(tmp_path: Path, content: by
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"progress": {"stride": 1}, "origin": {}}'])
-def test_a_record_of_another_version_is_refused(three: Checkpoints, content: str):
-    (three.folder / "step_00000030" / "trainer.json").write_text(content)
+def test_a_record_of_another_version_is_refused(three: CheckpointFolder, content: str):
+    (three.path / "step_00000030" / "trainer.json").write_text(content)
     with pytest.raises(TrainError, match=r"trainer\.json is damaged, or of another version"):
-        three.read("step_00000030")
+        read_trainer(three.path / "step_00000030")
