@@ -11,11 +11,12 @@ The names below are what users of layers and authors of new ones need: `base.py`
 what a call knows beside x, `registry.py` finds mixers by kind. Nothing here imports the rest of `hybrid`.
 """
 
-from .base import Flops, Mixer, MixerState, Site
+from .base import Flops, Mixer, Site
 from .context import Context
-from .errors import LayerError, require
+from .errors import LayerError, UserError, require
 from .parameters import initialise
 from .registry import kinds, mixer_class, register
+from .state import MixerState
 
 __all__ = [
     "Context",
@@ -24,6 +25,7 @@ __all__ = [
     "Mixer",
     "MixerState",
     "Site",
+    "UserError",
     "initialise",
     "kinds",
     "mixer_class",

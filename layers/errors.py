@@ -1,4 +1,4 @@
-"""What layers refuse, and how they say it."""
+"""Errors for users of layers, and the checks of options and inputs that raise them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 from torch import Tensor
 
 
-class LayerError(ValueError):
+class UserError(ValueError):
+    """Something its user can put right: base of all errors that this package raises on purpose."""
+
+
+class LayerError(UserError):
     """Options or inputs that a layer cannot take; the message names them and what is allowed."""
 
 
 def require(condition: bool, option: str, value: Any, allowed: str) -> None:
-    """LayerError naming the option, its value and what is allowed, unless `condition` holds."""
+    """Raise LayerError naming the option, its value and what is allowed, unless `condition` holds."""
     if not condition:
         raise LayerError(f"{option} is {value!r}; allowed: {allowed}")
 
@@ -22,6 +26,26 @@ def is_count(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number (not a bool)."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def require_counts(options: Any, *names: str, least: int = 1, nullable: bool = False) -> None:
+    """Raise LayerError unless each named option is a whole number from `least` on, or None if `nullable`."""
+    allowed = f"a whole number of {least} or more" + (", or null" if nullable else "")
+    for name in names:
+        value = getattr(options, name)
+        require((nullable and value is None) or is_count(value, least), name, value, allowed)
+
+
+def require_flags(options: Any, *names: str) -> None:
+    """Raise LayerError unless each named option is a bool."""
+    for name in names:
+        value = getattr(options, name)
+        require(isinstance(value, bool), name, value, "true, false")
+
+
 def shown(value: Any) -> str:
-    """What was given, in a few words."""
+    """Describe a value for a message: a tensor by dtype and shape, anything else by its type."""
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Flops, Mixer, MixerState, Site
+from .base import Flops, Mixer, Site
 from .context import Context
 from .errors import LayerError, is_count, require
 from .linear.across import AcrossRanks, states_bytes
@@ -23,6 +23,7 @@ from .linear.short_conv import ShortConv, last_of_rank, refuse_short_chunks
 from .norms import RMSNorm, compute_dtype
 from .parameters import initialise
 from .registry import register
+from .state import MixerState
 
 DELTA_RULE = AcrossRanks(gated_delta_rule)
 

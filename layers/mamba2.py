@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Flops, Mixer, MixerState, Site
+from .base import Flops, Mixer, Site
 from .context import Context
 from .errors import LayerError, is_count, require
 from .gated_deltanet import check_eps, reset_linear
@@ -20,6 +20,7 @@ from .linear.ssd import ssd
 from .norms import Norm, compute_dtype
 from .parameters import initialise
 from .registry import register
+from .state import MixerState
 
 SSD = DecayAcrossRanks(ssd)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import value_residual
-from .base import Flops, Mixer, MixerState, Site
+from .base import Flops, Mixer, Site
 from .context import Context
 from .context_parallel import heads_per_rank
 from .errors import LayerError
@@ -23,6 +23,7 @@ from .heads import Heads, ProjectionOptions
 from .norms import make_norm
 from .parameters import initialise
 from .rope import Rotary, positions, rotary, rotate
+from .state import MixerState
 from .token_shift import Last, last_token, shift_ramp, token_shift
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import value_residual
-from .base import Flops, Mixer, MixerState, Site
+from .base import Flops, Mixer, Site
 from .context import Context
 from .context_parallel import SequenceShard
 from .errors import LayerError, is_count, require
@@ -20,6 +20,7 @@ from .linear.rwkv7_op import LEAST_LOG_DECAY, rwkv7_recurrence
 from .norms import compute_dtype
 from .parameters import initialise
 from .registry import register
+from .state import MixerState
 from .token_shift import last_token, previous, shift_ramp
 
 RECURRENCE = AcrossRanks(rwkv7_recurrence)

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import Rows
-from ..base import MixerState
 from ..errors import LayerError
 from ..norms import compute_dtype
 from ..softmax import Mask, Part, attention
 from ..softmax.attention import same_dtype
+from ..state import MixerState
 from .chunks import Call, Grid, Routes, attend, choose, chunks, entering_tokens, readable
 from .dictionary import Centroids, Step, running_means
 
