@@ -17,11 +17,10 @@ from .base import Flops, Mixer, Site
 from .context import Context
 from .errors import LayerError, is_count, require
 from .linear.across import AcrossRanks, states_bytes
-from .linear.decay import reset_decay_rate, reset_time_step
 from .linear.delta_rule import gated_delta_rule
 from .linear.short_conv import ShortConv, last_of_rank, refuse_short_chunks
 from .norms import RMSNorm, compute_dtype
-from .parameters import initialise
+from .parameters import initialise, reset_decay_rate, reset_time_step, reset_uniform
 from .registry import register
 from .state import MixerState
 
@@ -169,7 +168,7 @@ class DeltaMixer(Mixer):
         """Linear maps and convolutions as torch initialises them."""
         for linear in self.modules():
             if isinstance(linear, nn.Linear):
-                reset_linear(linear)
+                reset_uniform(linear, linear.in_features)
         self.o_norm.reset_parameters()
         if self.options.use_short_conv:
             for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d):
@@ -253,14 +252,6 @@ class DeltaMixer(Mixer):
             seen = self.options.conv_size - 1
             sent += (size - 1) * rows * seen * (2 * self.key_width + self.v_width) * element_size
         return sent
-
-
-def reset_linear(linear: nn.Linear) -> None:
-    """Weight and bias as torch initialises them: uniform, up to 1 / sqrt(inputs)."""
-    bound = 1 / math.sqrt(linear.in_features)
-    initialise(linear.weight, lambda w: nn.init.uniform_(w, -bound, bound))
-    if linear.bias is not None:
-        initialise(linear.bias, lambda b: nn.init.uniform_(b, -bound, bound))
 
 
 def _unit(x: Tensor) -> Tensor:

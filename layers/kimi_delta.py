@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from .errors import require
 from .gated_deltanet import DeltaMixer, DeltaOptions
-from .linear.decay import reset_decay_rate, reset_time_step
 from .norms import compute_dtype
-from .parameters import initialise
+from .parameters import initialise, reset_decay_rate, reset_time_step
 from .registry import register
 
 

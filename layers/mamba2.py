@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from .base import Flops, Mixer, Site
 from .context import Context
 from .errors import LayerError, is_count, require
-from .gated_deltanet import check_eps, reset_linear
+from .gated_deltanet import check_eps
 from .linear.across import DecayAcrossRanks, states_bytes
-from .linear.decay import reset_decay_rate, reset_time_step
 from .linear.short_conv import ShortConv, last_of_rank, refuse_short_chunks
 from .linear.ssd import ssd
 from .norms import Norm, compute_dtype
-from .parameters import initialise
+from .parameters import initialise, reset_decay_rate, reset_time_step, reset_uniform
 from .registry import register
 from .state import MixerState
 
@@ -137,8 +136,8 @@ class Mamba2(Mixer):
 
     def reset_parameters(self) -> None:
         """Linear maps and the convolution as torch initialises them."""
-        reset_linear(self.in_proj)
-        reset_linear(self.out_proj)
+        reset_uniform(self.in_proj, self.in_proj.in_features)
+        reset_uniform(self.out_proj, self.out_proj.in_features)
         self.conv1d.reset_parameters()
         self.norm.reset_parameters()
         initialise(self.A_log, lambda a: reset_decay_rate(a, 1, 16))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..context import Context
 from ..parameters import always_used
-from .chunks import running_decay
+from .chunked import running_decay
 
 
 class Part(NamedTuple):

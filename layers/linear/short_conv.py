@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import LayerError
 from ..norms import compute_dtype
-from ..parameters import always_used, initialise
+from ..parameters import always_used, reset_uniform
 
 if TYPE_CHECKING:
     from ..context_parallel import SequenceShard
@@ -30,11 +29,8 @@ class ShortConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch initialises a depthwise convolution."""
-        bound = 1 / math.sqrt(self.width)
-        initialise(self.weight, lambda w: nn.init.uniform_(w, -bound, bound))
-        if self.bias is not None:
-            initialise(self.bias, lambda b: nn.init.uniform_(b, -bound, bound))
+        """Fill as torch does a depthwise convolution."""
+        reset_uniform(self, self.width)
 
     def forward(
         self, u: Tensor, last: Tensor | None = None, lengths: Sequence[int] = ()

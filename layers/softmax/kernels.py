@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends import plain_forced
 from ..errors import LayerError
-from ..plain import plain_forced
 from . import flash
 
 
