@@ -11,12 +11,15 @@ centroids, D head size, W = 2 D.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from ..errors import LayerError
 
 
 class Centroids(NamedTuple):
@@ -36,20 +39,69 @@ class Centroids(NamedTuple):
 class Step(NamedTuple):
     """One chunk of the first `sequences` sequences enters the dictionary."""
 
+    number: int  # of the chunk
     sequences: int
     before: int  # centroids
     after: int
 
 
+@dataclass
+class Routes:
+    """The centroid of every token of the chunks that a call completed; packed documents follow each other."""
+
+    slot: Tensor
+    """int32 `[B, H, A]`."""
+    first: int = 0
+    """Position of the first of the A tokens."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call of the operator needs everywhere."""
+
+    chunk: int
+    limit: int
+    """Of the dictionary's size."""
+    replay: Routes | None
+    places: Sequence[tuple[int, int]]
+    """For each sequence, row and place in given routes of its position 0."""
+
+    def size(self, chunks: int) -> int:
+        """Count the centroids after so many chunks."""
+        return size_after(chunks, self.chunk, self.limit)
+
+    def step(self, number: int, sequences: int) -> Step:
+        """Describe how chunk `number` of the first `sequences` sequences enters."""
+        return Step(number, sequences, self.size(number), self.size(number + 1))
+
+
 def size_after(chunks: int, chunk: int, limit: int) -> int:
-    """Centroids after so many chunks of `chunk` tokens: `t M / (t + M)` rounded down, M being `limit`."""
+    """Count the centroids after so many chunks of `chunk` tokens: `t M / (t + M)` rounded down, M being
+    `limit`."""
     tokens = chunks * chunk
     return int(tokens * limit / (tokens + limit))
 
 
+def choose(call: Call, keys: Tensor, steps: Sequence[Step], base: Centroids | None) -> Tensor:
+    """Choose the centroids of entering tokens (see `assign`), or take the given ones: int64 `[R, H, L]`."""
+    if call.replay is None:
+        return assign(keys, steps, base)
+    given, found = call.replay, []
+    for step in steps:
+        for row, place in call.places[: step.sequences]:
+            begin = place + step.number * call.chunk - given.first
+            if begin < 0 or begin + call.chunk > given.slot.shape[2]:
+                raise LayerError(
+                    f"the given routes are for {given.slot.shape[2]} tokens from {given.first} on; this call "
+                    f"needs them for {call.chunk} from {begin + given.first} on"
+                )
+            found.append(given.slot[row, :, begin : begin + call.chunk])
+    return torch.stack(found).long()
+
+
 @torch.no_grad()
 def assign(keys_RHLD: Tensor, steps: Sequence[Step], base: Centroids | None = None) -> Tensor:
-    """The centroid of every entering token: int64 `[R, H, L]`.
+    """Assign every entering token to a centroid: int64 `[R, H, L]`.
 
     Every token goes to the centroid whose mean key has the largest product with its own; then the tokens
     least like any become the new centroids, the least like first. Where there is no centroid yet, tokens are
@@ -84,7 +136,7 @@ def assign(keys_RHLD: Tensor, steps: Sequence[Step], base: Centroids | None = No
 
 
 def _choose(keys: Tensor, known: Tensor, step: Step) -> Tensor:
-    """One step, given the centroids' keys `known` `[n, H, N, D]`."""
+    """Assign the tokens of one step, given the centroids' keys `known` `[n, H, N, D]`."""
     new = step.after - step.before
     if step.before:
         best, slot = (keys @ known.mT).max(-1)
@@ -102,12 +154,10 @@ def _choose(keys: Tensor, known: Tensor, step: Step) -> Tensor:
 
 
 def running_means(
-    tokens_RHLW: Tensor,
-    slot_RHL: Tensor,
-    steps: Sequence[Step],
-    base: Centroids | None = None,
+    tokens_RHLW: Tensor, slot_RHL: Tensor, steps: Sequence[Step], base: Centroids | None = None
 ) -> Centroids:
-    """The dictionary after each step, `[R, H, N, ...]`, N being the size after the last one (at least 1).
+    """Average the tokens to the dictionary after each step, `[R, H, N, ...]`, N being the size after the last
+    one (at least 1).
 
     Args:
         tokens_RHLW: what is averaged, keys beside values, in fp32 or wider.
@@ -126,7 +176,7 @@ def running_means(
 
 
 def _places(slot: Tensor, room: int) -> Tensor:
-    """Row of each token in centroids flattened from `[R, H, room, ...]`."""
+    """Find the row of each token in centroids flattened from `[R, H, room, ...]`."""
     rows, heads, _ = slot.shape
     first = torch.arange(rows * heads, device=slot.device).view(rows, heads, 1) * room
     return (slot + first).flatten()
