@@ -13,7 +13,7 @@ from torch import Tensor
 from .base import Flops
 from .context import Context
 from .context_parallel import SequenceShard
-from .errors import is_count, require
+from .errors import is_count, require, require_counts
 from .heads import ProjectionOptions
 from .parameters import always_used
 from .projections import Projected, ProjectedMixer, ProjectedState
@@ -145,26 +145,31 @@ class AttentionMixer(ProjectedMixer):
         `lengths` packed in a row, without a state."""
         raise NotImplementedError
 
+    def window_start(self, position: int) -> int:
+        """Find the first token that the query at `position` sees, sinks aside."""
+        raise NotImplementedError
+
     def keys_kept(self, position: int) -> int:
         """Of `position` tokens seen, how many of the last ones a token at `position` or later still sees
         through its window."""
-        raise NotImplementedError
+        return position - self.window_start(position)
 
     def sinks_kept(self, position: int) -> int:
         """How many of the first tokens are kept beside the window."""
         return 0
 
     def visible(self, position: int) -> int:
-        """Keys that the query at `position` sees, itself included."""
-        raise NotImplementedError
+        """Count the keys that the query at `position` sees, itself included."""
+        return position + 1 - self.window_start(position) + self.sinks_kept(position)
 
     def visible_sum(self, tokens: int) -> int:
-        """Visible keys summed over the queries of one sequence."""
+        """Sum up visible keys over the queries of one sequence."""
         raise NotImplementedError
 
     def longest_append(self) -> float:
-        """Most new tokens that are written into the cache's buffer in place."""
-        return float("inf")
+        """Most new tokens that are written into the cache's buffer in place: as many as a query sees."""
+        before = self.keys_before(self.options)
+        return float("inf") if before is None else before + 1
 
     def empty_state(self, batch: int) -> AttentionState:
         empty = self.c_k.weight.new_empty(batch, 0, self.num_kv_heads, self.head_dim)
@@ -202,11 +207,8 @@ class FullAttention(AttentionMixer):
     ) -> Tensor:
         return attention(q, k, v, causal=True, lengths=lengths)[0]
 
-    def keys_kept(self, position: int) -> int:
-        return position
-
-    def visible(self, position: int) -> int:
-        return position + 1
+    def window_start(self, position: int) -> int:
+        return 0
 
     def visible_sum(self, tokens: int) -> int:
         return tokens * (tokens + 1) // 2
@@ -221,7 +223,7 @@ class SlidingOptions(ProjectionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(is_count(self.window), "window", self.window, "a whole number of 1 or more")
+        require_counts(self, "window")
 
 
 @register("sliding_window")
@@ -244,14 +246,8 @@ class SlidingWindow(AttentionMixer):
     ) -> Tensor:
         return attention(q, k, v, causal=True, window=self.options.window, lengths=lengths)[0]
 
-    def longest_append(self) -> int:
-        return self.options.window
-
-    def keys_kept(self, position: int) -> int:
-        return min(position, self.options.window - 1)
-
-    def visible(self, position: int) -> int:
-        return min(position + 1, self.options.window)
+    def window_start(self, position: int) -> int:
+        return max(0, position + 1 - self.options.window)
 
     def visible_sum(self, tokens: int) -> int:
         short = min(tokens, self.options.window)
@@ -271,10 +267,7 @@ class BlockOptions(ProjectionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(is_count(self.chunk), "chunk", self.chunk, "a whole number of 1 or more")
-        require(
-            is_count(self.window_chunks), "window_chunks", self.window_chunks, "a whole number of 1 or more"
-        )
+        require_counts(self, "chunk", "window_chunks")
         allowed = f"a whole number from 0 to chunk ({self.chunk})"
         require(is_count(self.sinks, 0) and self.sinks <= self.chunk, "sinks", self.sinks, allowed)
 
@@ -312,7 +305,6 @@ class BlockWindow(AttentionMixer):
         return y
 
     def window_start(self, position: int) -> int:
-        """First token in the window of the query at `position`; a multiple of the chunk."""
         chunk = self.options.chunk
         return max(0, (position // chunk + 1 - self.options.window_chunks) * chunk)
 
@@ -324,17 +316,8 @@ class BlockWindow(AttentionMixer):
             return state.sink_k, state.sink_v
         return k[:, :count].clone(), v[:, :count].clone()
 
-    def longest_append(self) -> int:
-        return self.options.chunk * self.options.window_chunks
-
-    def keys_kept(self, position: int) -> int:
-        return position - self.window_start(position)
-
     def sinks_kept(self, position: int) -> int:
         return self.options.sinks if self.window_start(position) else 0
-
-    def visible(self, position: int) -> int:
-        return position + 1 - self.window_start(position) + self.sinks_kept(position)
 
     def visible_sum(self, tokens: int) -> int:
         chunk, total = self.options.chunk, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +45,12 @@ def require_flags(options: Any, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         require(isinstance(value, bool), name, value, "true, false")
+
+
+def require_positive(options: Any, name: str) -> None:
+    """Raise LayerError unless the named option is a finite number above 0."""
+    value = getattr(options, name)
+    require(is_number(value) and 0 < value < math.inf, name, value, "a number above 0")
 
 
 def shown(value: Any) -> str:

@@ -5,7 +5,6 @@ Gated DeltaNet paper and flash-linear-attention's layer of that name, whose para
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Flops, Mixer, Site
+from .base import Flops, Site
 from .context import Context
-from .errors import LayerError, is_count, require
-from .linear.across import AcrossRanks, states_bytes
+from .errors import LayerError, require_counts, require_flags, require_positive
+from .linear.across import AcrossRanks
 from .linear.delta_rule import gated_delta_rule
+from .linear.mixer import RecurrentMixer
 from .linear.short_conv import ShortConv, last_of_rank, refuse_short_chunks
 from .norms import RMSNorm, compute_dtype
 from .parameters import initialise, reset_decay_rate, reset_time_step, reset_uniform
@@ -49,19 +49,10 @@ class DeltaOptions:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_v_heads", "head_k_dim", "head_v_dim"):
-            value = getattr(self, name)
-            require(value is None or is_count(value), name, value, "a whole number of 1 or more, or null")
-        require(is_count(self.conv_size), "conv_size", self.conv_size, "a whole number of 1 or more")
-        for name in ("use_short_conv", "conv_bias", "allow_neg_eigval"):
-            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true, false")
-        check_eps(self.norm_eps)
-
-
-def check_eps(value: Any) -> None:
-    """LayerError unless `value` can be the epsilon of a norm."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(number and 0 < value < math.inf, "norm_eps", value, "a number above 0")
+        require_counts(self, "num_heads", "num_v_heads", "head_k_dim", "head_v_dim", nullable=True)
+        require_counts(self, "conv_size")
+        require_flags(self, "use_short_conv", "conv_bias", "allow_neg_eigval")
+        require_positive(self, "norm_eps")
 
 
 class DeltaHeads(NamedTuple):
@@ -83,10 +74,9 @@ class DeltaState(MixerState):
     conv_v: Tensor | None = None  # [B, HV * V, conv_size]
 
 
-class DeltaMixer(Mixer):
+class DeltaMixer(RecurrentMixer):
     """What Gated DeltaNet and Kimi Delta Attention share; a subclass gives the decay and the output gate."""
 
-    position_free = True
     default_head_k_dim: int
     key_share: tuple[int, int]  # usual width of all keys together, as a fraction of hidden_size
     value_ratio: int  # usual width of all values together, in widths of all keys
@@ -224,8 +214,7 @@ class DeltaMixer(Mixer):
             state.conv_v = weight.new_zeros(batch, self.v_width, width)
         return state
 
-    # Accounts. The recurrence is counted in its own form, token by token: read with the key, write, read
-    # with the query. The chunked form does other products, of about the same size; convolutions are none.
+    # The recurrence counts as read with the key, write, read with the query.
 
     def gate_products(self) -> int:
         """Multiply-adds of one token's decay and output gate."""
@@ -236,22 +225,8 @@ class DeltaMixer(Mixer):
         maps = size * (2 * self.key_width + 2 * self.v_width + self.num_v_heads) + self.gate_products()
         return Flops(2.0 * maps + 6.0 * self.head_k_dim * self.v_width)
 
-    def flops_per_token(self, context_length: int) -> Flops:
-        return self.flops_at(context_length - 1)
-
-    def state_bytes(self, context_length: int, element_size: int = 4) -> int:
-        held = self.head_k_dim * self.v_width * max(element_size, 4)
-        if self.options.use_short_conv:
-            held += (2 * self.key_width + self.v_width) * self.options.conv_size * element_size
-        return held
-
-    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
-        width = self.num_v_heads * self.head_k_dim * (self.head_k_dim + self.head_v_dim)
-        sent = states_bytes(rows, size, width, element_size)
-        if self.options.use_short_conv:
-            seen = self.options.conv_size - 1
-            sent += (size - 1) * rows * seen * (2 * self.key_width + self.v_width) * element_size
-        return sent
+    def transition_numbers(self) -> int:
+        return self.num_v_heads * self.head_k_dim**2
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -267,7 +242,7 @@ class GatedDeltaNetOptions(DeltaOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(isinstance(self.use_gate, bool), "use_gate", self.use_gate, "true, false")
+        require_flags(self, "use_gate")
 
 
 @register("gated_deltanet")

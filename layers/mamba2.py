@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Flops, Mixer, Site
+from .base import Flops, Site
 from .context import Context
-from .errors import LayerError, is_count, require
-from .gated_deltanet import check_eps
-from .linear.across import DecayAcrossRanks, states_bytes
+from .errors import LayerError, require, require_counts, require_flags, require_positive
+from .linear.across import DecayAcrossRanks
+from .linear.mixer import RecurrentMixer
 from .linear.short_conv import ShortConv, last_of_rank, refuse_short_chunks
 from .linear.ssd import ssd
 from .norms import Norm, compute_dtype
@@ -44,13 +44,10 @@ class Mamba2Options:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("expand", "state_size", "n_groups", "conv_size"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "a whole number of 1 or more")
-        for name in ("num_heads", "head_dim"):
-            value = getattr(self, name)
-            require(value is None or is_count(value), name, value, "a whole number of 1 or more, or null")
-        require(isinstance(self.conv_bias, bool), "conv_bias", self.conv_bias, "true, false")
-        check_eps(self.norm_eps)
+        require_counts(self, "expand", "state_size", "n_groups", "conv_size")
+        require_counts(self, "num_heads", "head_dim", nullable=True)
+        require_flags(self, "conv_bias")
+        require_positive(self, "norm_eps")
 
 
 class Mamba2Heads(NamedTuple):
@@ -83,11 +80,10 @@ class GroupRMSNorm(Norm):
 
 
 @register("mamba2")
-class Mamba2(Mixer):
+class Mamba2(RecurrentMixer):
     """`S <- e^g S + (dt x) B^T;  o = S C + D x`, with g = -exp(A_log) dt."""
 
     Options = Mamba2Options
-    position_free = True
     kept_vectors = 48.0
 
     def __init__(self, options: Any, site: Site) -> None:
@@ -185,21 +181,11 @@ class Mamba2(Mixer):
             recurrent=recurrent, conv=weight.new_zeros(batch, self.conv_width, self.options.conv_size)
         )
 
-    # Accounts. The recurrence is counted token by token: one write and one read of the state. The chunked
-    # form does other products, of about the same size; the convolution is none.
+    # The recurrence counts as one write and one read of the state.
 
     def flops_at(self, position: int) -> Flops:
         maps = self.site.hidden_size * (2 * self.inner + self.conv_width + self.num_heads)
         return Flops(2.0 * maps + 4.0 * self.inner * self.options.state_size)
 
-    def flops_per_token(self, context_length: int) -> Flops:
-        return self.flops_at(context_length - 1)
-
-    def state_bytes(self, context_length: int, element_size: int = 4) -> int:
-        recurrent = self.inner * self.options.state_size * max(element_size, 4)
-        return recurrent + self.conv_width * self.options.conv_size * element_size
-
-    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
-        width = self.inner * self.options.state_size + self.num_heads
-        seen = (self.options.conv_size - 1) * self.conv_width
-        return states_bytes(rows, size, width, element_size) + (size - 1) * rows * seen * element_size
+    def transition_numbers(self) -> int:
+        return self.num_heads

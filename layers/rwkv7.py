@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import value_residual
-from .base import Flops, Mixer, Site
+from .base import Flops, Site
 from .context import Context
 from .context_parallel import SequenceShard
-from .errors import LayerError, is_count, require
-from .linear.across import AcrossRanks, states_bytes
+from .errors import LayerError, require_counts, require_flags
+from .linear.across import AcrossRanks
+from .linear.mixer import RecurrentMixer
 from .linear.rwkv7_op import LEAST_LOG_DECAY, rwkv7_recurrence
 from .norms import compute_dtype
 from .parameters import initialise
@@ -44,13 +45,9 @@ class RWKV7Options:
     """Gate values towards those of the first layer of this kind."""
 
     def __post_init__(self) -> None:
-        for name, least in (("num_heads", 1), ("head_dim", 2)):
-            value = getattr(self, name)
-            allowed = f"a whole number of {least} or more, or null"
-            require(value is None or is_count(value, least), name, value, allowed)
-        for name in ("token_shift", "value_residual"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, value, "true, false")
+        require_counts(self, "num_heads", nullable=True)
+        require_counts(self, "head_dim", least=2, nullable=True)
+        require_flags(self, "token_shift", "value_residual")
 
 
 @dataclass
@@ -63,14 +60,13 @@ class RWKV7State(MixerState):
 
 
 @register("rwkv7")
-class RWKV7(Mixer):
+class RWKV7(RecurrentMixer):
     """`S <- S (diag(w) - kappa (kappa * alpha)^T) + v k^T, y = S r` per head, normed and gated.
 
     From the RWKV-7 paper and the Key-Value Means paper's code. Names of parameters are upstream's.
     """
 
     Options = RWKV7Options
-    position_free = True
     kept_vectors = 34.0
 
     # The low-rank maps: offset, into and out of the narrow space. The output gate has no offset.
@@ -267,7 +263,7 @@ class RWKV7(Mixer):
         """Vectors that the token shift remembers."""
         return self.options.token_shift * (1 + self._reads_embedding)
 
-    # Accounts. The recurrence counts as its four products of a state with a vector or of two vectors.
+    # The recurrence counts as its four products of a state with a vector or of two vectors.
 
     def flops_at(self, position: int) -> Flops:
         size = self.site.hidden_size
@@ -276,17 +272,8 @@ class RWKV7(Mixer):
             products += size**2  # the shared values
         return Flops(2.0 * products)
 
-    def flops_per_token(self, context_length: int) -> Flops:
-        return self.flops_at(0)
-
-    def state_bytes(self, context_length: int, element_size: int = 4) -> int:
-        size = self.site.hidden_size
-        return size * self.head_dim * max(element_size, 4) + self._shifts * size * element_size
-
-    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
-        hidden = self.site.hidden_size
-        states = states_bytes(rows, size, 2 * hidden * self.head_dim, element_size)
-        return states + (size - 1) * rows * self._shifts * hidden * element_size
+    def transition_numbers(self) -> int:
+        return self.site.hidden_size * self.head_dim
 
     def no_decay(self) -> set[str]:
         return super().no_decay() | {"r_k"}  # a vector, by head

@@ -138,9 +138,3 @@ def fold(ends: Sequence[Tensor] | Tensor, transitions: Sequence[Tensor] | Tensor
     for end, transition in zip(ends[1:], transitions[1:], strict=True):
         state = end + (transition * state if transition.shape[-1] == 1 else transition @ state)
     return state
-
-
-def states_bytes(rows: int, size: int, numbers: int, element_size: int) -> int:
-    """Bytes that `size` ranks send each other in a forward pass, of end states and transitions that are
-    `numbers` numbers a row, in at least fp32: every rank to all later ones."""
-    return size * (size - 1) // 2 * rows * numbers * max(element_size, 4)

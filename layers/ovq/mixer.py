@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..base import Flops
 from ..context import Context
-from ..errors import is_count, require
+from ..errors import require_counts, require_flags
 from ..norms import compute_dtype
 from ..parameters import initialise
 from ..projections import Projected, ProjectedMixer, ProjectedState
@@ -44,14 +44,9 @@ class OVQOptions:
     qkv_bias: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "head_dim"):
-            value = getattr(self, name)
-            require(value is None or is_count(value), name, value, "a whole number of 1 or more, or null")
-        for name in ("chunk", "max_centroids"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "a whole number of 1 or more")
-        for name in ("token_shift", "value_residual"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, value, "true, false")
+        require_counts(self, "num_heads", "head_dim", nullable=True)
+        require_counts(self, "chunk", "max_centroids")
+        require_flags(self, "token_shift", "value_residual")
 
 
 @dataclass
