@@ -53,7 +53,7 @@ def _frozen(buffer: Tensor) -> bool:
 
 @dataclass
 class AttentionState(ProjectedState):
-    """Keys and values that later queries may still see, in time order."""
+    """State of an attention mixer: keys and values that later queries may still see, in time order."""
 
     k: Tensor | None = None  # [B, L, G, D], normalised and rotated; None at the start
     v: Tensor | None = None
@@ -68,7 +68,7 @@ class AttentionState(ProjectedState):
 
 
 class AttentionMixer(ProjectedMixer):
-    """What the three kinds share: a cache of the keys still to be seen, and accounts by visible keys."""
+    """Base of the three kinds: keeps a cache of the keys still to be seen, and counts by visible keys."""
 
     def core(
         self, heads: Projected, context: Context, state: AttentionState | None
@@ -93,7 +93,7 @@ class AttentionMixer(ProjectedMixer):
     def _append(
         self, state: AttentionState, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Rows, Rows] | None]:
-        """Cached and new keys and values, and the buffers they lie in (without gradients only)."""
+        """Join cached and new keys and values; without gradients in buffers, which come third."""
         if state.k is None or state.v is None:
             return k, v, None
         if torch.is_grad_enabled() or k.shape[1] > self.longest_append():
@@ -104,11 +104,13 @@ class AttentionMixer(ProjectedMixer):
     def _sinks(
         self, k: Tensor, v: Tensor, state: AttentionState, position: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Sink fields of the state at `position`, from keys and values that still start at token 0."""
+        """Take the sink fields of the state at `position` from keys and values that still start at token
+        0."""
         return None, None
 
     def _attend_with_halo(self, heads: Projected, halo: int, shard: SequenceShard) -> Tensor:
-        """Of a chunk whose first document may go on from the rank before, which gives its last keys."""
+        """Attend in a shard whose first document may go on from the rank before, which gives its last
+        keys."""
         first, *rest = shard.lengths or (shard.length,)
         q, both = heads.q, torch.stack((heads.k, heads.v))
         before = shard.previous(both[:, :, shard.length - halo :]) if halo else both[:, :, :0]
@@ -126,8 +128,8 @@ class AttentionMixer(ProjectedMixer):
         return torch.cat((y, self.attend(q[:, first:], k, v, AttentionState(), rest)), 1)
 
     def _earlier_sinks(self, both: Tensor, shard: SequenceShard) -> Tensor:
-        """Keys and values `[2, B, sinks, G, D]` of the sinks of this rank's first document that earlier ranks
-        hold, zeros for others. `both`: of this rank's chunk."""
+        """Fetch keys and values `[2, B, sinks, G, D]` of the sinks of this rank's first document that earlier
+        ranks hold, zeros for others. `both`: this rank's own keys and values."""
         sinks = self.sinks_before(self.options)
         if not sinks:
             return both[:, :, :0]
@@ -141,8 +143,8 @@ class AttentionMixer(ProjectedMixer):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, lengths: Sequence[int]
     ) -> Tensor:
-        """Heads `[B, T, H, D]` for queries that are the last T of the keys `[B, L, G, D]`; of documents of
-        `lengths` packed in a row, without a state."""
+        """Compute heads `[B, T, H, D]` for queries that are the last T of the keys `[B, L, G, D]`; of
+        documents of `lengths` packed in a row, without a state."""
         raise NotImplementedError
 
     def window_start(self, position: int) -> int:
@@ -150,12 +152,12 @@ class AttentionMixer(ProjectedMixer):
         raise NotImplementedError
 
     def keys_kept(self, position: int) -> int:
-        """Of `position` tokens seen, how many of the last ones a token at `position` or later still sees
-        through its window."""
+        """Count which of the last of `position` tokens the window of a token at `position` or later still
+        holds."""
         return position - self.window_start(position)
 
     def sinks_kept(self, position: int) -> int:
-        """How many of the first tokens are kept beside the window."""
+        """Count the first tokens that are kept beside the window."""
         return 0
 
     def visible(self, position: int) -> int:
@@ -167,7 +169,8 @@ class AttentionMixer(ProjectedMixer):
         raise NotImplementedError
 
     def longest_append(self) -> float:
-        """Most new tokens that are written into the cache's buffer in place: as many as a query sees."""
+        """Give the most new tokens that are appended to the cache's buffer in place: as many as a query
+        sees."""
         before = self.keys_before(self.options)
         return float("inf") if before is None else before + 1
 
@@ -190,7 +193,7 @@ class AttentionMixer(ProjectedMixer):
 
 
 def _keep_last(rows: Tensor, count: int, buffer: Rows | None) -> Tensor:
-    """The last `count` rows of `[B, L, ...]`, not keeping the memory of the others."""
+    """Keep the last `count` rows of `[B, L, ...]`, but not the memory of the others."""
     if buffer is not None:
         return buffer.keep_last(count)
     return rows if count == rows.shape[1] else rows[:, rows.shape[1] - count :].clone()
@@ -216,7 +219,7 @@ class FullAttention(AttentionMixer):
 
 @dataclass
 class SlidingOptions(ProjectionOptions):
-    """A window of single tokens."""
+    """Options of the sliding window, which moves by single tokens."""
 
     window: int = 256
     """Keys that a query sees, itself included."""
@@ -234,7 +237,7 @@ class SlidingWindow(AttentionMixer):
 
     @classmethod
     def default_rotary_dim(cls, head_dim: int) -> int:
-        """The whole head, as in the paper's sliding-window layers."""
+        """Rotate the whole head, as in the paper's sliding-window layers."""
         return head_dim // 2 * 2
 
     @classmethod
@@ -256,7 +259,7 @@ class SlidingWindow(AttentionMixer):
 
 @dataclass
 class BlockOptions(ProjectionOptions):
-    """A window of whole chunks, and sinks."""
+    """Options of the block window: whole chunks, and sinks."""
 
     chunk: int = 256
     """Chunks start at multiples of this many tokens."""

@@ -46,7 +46,7 @@ class Flops:
 
     @property
     def training(self) -> float:
-        """Forward and backward, without recomputation."""
+        """FLOPs of forward and backward, without recomputation."""
         return 3 * self.differentiable + self.routing
 
     def __add__(self, other: Flops) -> Flops:
@@ -208,7 +208,7 @@ class Mixer(nn.Module):
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        """What a state depends on: it fits layers of equal facts."""
+        """What a state depends on; it fits other layers of equal facts."""
         options = dataclasses.asdict(self.options)
         return {"kind": self.kind, "hidden_size": self.site.hidden_size} | options
 

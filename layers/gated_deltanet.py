@@ -56,7 +56,7 @@ class DeltaOptions:
 
 
 class DeltaHeads(NamedTuple):
-    """Options resolved for one hidden size."""
+    """Head counts and sizes for one hidden size."""
 
     num_heads: int
     num_v_heads: int
@@ -66,7 +66,7 @@ class DeltaHeads(NamedTuple):
 
 @dataclass
 class DeltaState(MixerState):
-    """The recurrent state, and the short convolutions' last inputs (oldest first; none without them)."""
+    """State of the delta rule, and the short convolutions' last inputs (oldest first; none without them)."""
 
     recurrent: Tensor | None = None  # [B, HV, K, V], at least fp32; key index first
     conv_q: Tensor | None = None  # [B, H * K, conv_size]
@@ -75,7 +75,7 @@ class DeltaState(MixerState):
 
 
 class DeltaMixer(RecurrentMixer):
-    """What Gated DeltaNet and Kimi Delta Attention share; a subclass gives the decay and the output gate."""
+    """Base of Gated DeltaNet and Kimi Delta Attention; a subclass gives the decay and the output gate."""
 
     default_head_k_dim: int
     key_share: tuple[int, int]  # usual width of all keys together, as a fraction of hidden_size
@@ -112,12 +112,13 @@ class DeltaMixer(RecurrentMixer):
         raise NotImplementedError
 
     def gate(self, o: Tensor, x: Tensor) -> Tensor:
-        """The normalised heads `o` `[B, T, HV, V]` times the output gate."""
+        """Multiply the normalised heads `o` `[B, T, HV, V]` by the output gate."""
         raise NotImplementedError
 
     @classmethod
     def heads(cls, options: Any, hidden_size: int) -> DeltaHeads:
-        """The options' head counts and sizes for `hidden_size`; LayerError where they do not fit it."""
+        """Resolve head counts and sizes for `hidden_size`; raise LayerError where the options do not fit
+        it."""
         part, parts = cls.key_share
         num_heads, head_k_dim = options.num_heads, options.head_k_dim
         if num_heads is None or head_k_dim is None:
@@ -150,12 +151,13 @@ class DeltaMixer(RecurrentMixer):
 
     @classmethod
     def check_sharding(cls, options: Any, site: Site, size: int, tokens: int) -> None:
-        """Ranks exchange states, and the tokens that the convolutions see."""
+        """Refuse shards shorter than a convolution: ranks exchange states, and the tokens that the
+        convolutions see."""
         if options.use_short_conv:
             refuse_short_chunks(f"layer {site.layer} ({cls.kind})", options.conv_size, size, tokens)
 
     def reset_parameters(self) -> None:
-        """Linear maps and convolutions as torch initialises them."""
+        """Initialise linear maps and convolutions as torch does."""
         for linear in self.modules():
             if isinstance(linear, nn.Linear):
                 reset_uniform(linear, linear.in_features)
@@ -198,7 +200,7 @@ class DeltaMixer(RecurrentMixer):
     def _convolve(
         self, name: str, u: Tensor, last: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        """SiLU of the convolution of `u` (or of `u`), in at least fp32, and the inputs to carry on."""
+        """Give SiLU of the convolution of `u` (or of `u`), in at least fp32, and the inputs to carry on."""
         if not self.options.use_short_conv:
             return F.silu(u.to(compute_dtype(u))), None
         return getattr(self, f"{name}_conv1d")(u, last, context.lengths)
@@ -217,7 +219,7 @@ class DeltaMixer(RecurrentMixer):
     # The recurrence counts as read with the key, write, read with the query.
 
     def gate_products(self) -> int:
-        """Multiply-adds of one token's decay and output gate."""
+        """Count the multiply-adds of one token's decay and output gate."""
         raise NotImplementedError
 
     def flops_at(self, position: int) -> Flops:
@@ -235,7 +237,8 @@ def _unit(x: Tensor) -> Tensor:
 
 @dataclass
 class GatedDeltaNetOptions(DeltaOptions):
-    """Usual widths: keys 3/4 of hidden_size together, in heads of 64, values twice that."""
+    """Options of Gated DeltaNet; usual widths: keys 3/4 of hidden_size together, in heads of 64, values twice
+    that."""
 
     use_gate: bool = True
     """Multiply the normalised output by silu of a projection."""

@@ -48,7 +48,7 @@ class ProjectionOptions:
 
 
 class Heads(NamedTuple):
-    """Options resolved for one hidden size."""
+    """Head counts and sizes for one hidden size."""
 
     num_heads: int
     num_kv_heads: int
@@ -59,8 +59,10 @@ class Heads(NamedTuple):
     def of(
         cls, options: ProjectionOptions, hidden_size: int, default_rotary_dim: Callable[[int], int]
     ) -> Heads:
-        """The options' for `hidden_size`; LayerError where they do not fit it. `default_rotary_dim`: D -> P
-        where they leave P open."""
+        """Resolve the options for `hidden_size`; raise LayerError where they do not fit it.
+
+        `default_rotary_dim`: D -> P where the options leave P open.
+        """
         num_heads, head_dim = options.num_heads, options.head_dim
         if num_heads is None:
             head_dim = head_dim or 128

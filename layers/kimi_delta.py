@@ -21,7 +21,7 @@ from .registry import register
 
 @dataclass
 class KimiDeltaOptions(DeltaOptions):
-    """Usual widths: keys and values hidden_size each, in heads of 128."""
+    """Options of Kimi Delta Attention; usual widths: keys and values hidden_size each, in heads of 128."""
 
     lower_bound: float | None = None
     """Log decays lie between this and 0, by a sigmoid (upstream code: -5). null: without bound."""

@@ -51,7 +51,7 @@ class Mamba2Options:
 
 
 class Mamba2Heads(NamedTuple):
-    """Options resolved for one hidden size."""
+    """Head count and size for one hidden size."""
 
     num_heads: int
     head_dim: int
@@ -59,14 +59,14 @@ class Mamba2Heads(NamedTuple):
 
 @dataclass
 class Mamba2State(MixerState):
-    """The recurrent state, and the short convolution's last inputs (oldest first)."""
+    """State of the recurrence, and the short convolution's last inputs (oldest first)."""
 
     recurrent: Tensor | None = None  # [B, H, P, N], at least fp32
     conv: Tensor | None = None  # [B, expand * C + 2 * G * N, conv_size]
 
 
 class GroupRMSNorm(Norm):
-    """Every group of features divided by its own root mean square (eps inside the root), then weight."""
+    """Divide every group of features by its own root mean square (eps inside the root), then weight."""
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         self.groups = groups
@@ -103,7 +103,7 @@ class Mamba2(RecurrentMixer):
 
     @classmethod
     def heads(cls, options: Any, hidden_size: int) -> Mamba2Heads:
-        """The options' head count and size for `hidden_size`; LayerError where they do not fit it."""
+        """Resolve head count and size for `hidden_size`; raise LayerError where the options do not fit it."""
         inner, heads, width = options.expand * hidden_size, options.num_heads, options.head_dim
         if heads is None:
             width = width or 64
@@ -127,11 +127,12 @@ class Mamba2(RecurrentMixer):
 
     @classmethod
     def check_sharding(cls, options: Any, site: Site, size: int, tokens: int) -> None:
-        """Ranks exchange states, and the tokens that the convolution sees."""
+        """Refuse shards shorter than the convolution: ranks exchange states, and the tokens that the
+        convolution sees."""
         refuse_short_chunks(f"layer {site.layer} ({cls.kind})", options.conv_size, size, tokens)
 
     def reset_parameters(self) -> None:
-        """Linear maps and the convolution as torch initialises them."""
+        """Initialise linear maps and the convolution as torch does."""
         reset_uniform(self.in_proj, self.in_proj.in_features)
         reset_uniform(self.out_proj, self.out_proj.in_features)
         self.conv1d.reset_parameters()

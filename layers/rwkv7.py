@@ -52,7 +52,7 @@ class RWKV7Options:
 
 @dataclass
 class RWKV7State(MixerState):
-    """The recurrent state, and the last tokens for the shifts."""
+    """State of the recurrence, and the last tokens for the shifts."""
 
     recurrent: Tensor | None = None  # [B, H, K, V], key index first; fp32 or wider
     shift: Tensor | None = None  # [B, C], the last token; None without token shift
@@ -109,7 +109,7 @@ class RWKV7(RecurrentMixer):
 
     @classmethod
     def heads(cls, options: RWKV7Options, hidden_size: int) -> tuple[int, int]:
-        """Number and size of heads; LayerError where they do not make up `hidden_size`."""
+        """Resolve number and size of heads; raise LayerError where they do not make up `hidden_size`."""
         num_heads, head_dim = options.num_heads, options.head_dim
         if head_dim is None:
             head_dim = HEAD_DIM if num_heads is None else hidden_size // num_heads
@@ -128,7 +128,7 @@ class RWKV7(RecurrentMixer):
 
     @classmethod
     def check_sharding(cls, options: RWKV7Options, site: Site, size: int, tokens: int) -> None:
-        """Ranks exchange states, and the token that the shift mixes with."""
+        """Allow any: ranks exchange states, and the token that the shift mixes with."""
 
     @classmethod
     def value_width(cls, options: RWKV7Options, site: Site) -> int | None:
@@ -167,7 +167,7 @@ class RWKV7(RecurrentMixer):
         a0.copy_(-0.19 + 0.3 * self._zigzag(a0) + 0.4 * _line(a0))
 
     def _zigzag(self, like: Tensor) -> Tensor:
-        """`u |u|` with u from -1 to 1 over every head."""
+        """Make `u |u|` with u from -1 to 1 over every head."""
         half = (self.head_dim - 1) / 2
         i = torch.arange(like.numel(), dtype=like.dtype, device=like.device)
         u = (i % self.head_dim - half) / half
@@ -205,7 +205,7 @@ class RWKV7(RecurrentMixer):
     def _shifted(
         self, x: Tensor, last: Tensor | None, context: Context, names: Iterable[str] = STREAMS
     ) -> dict[str, Tensor]:
-        """x as each stream gets it."""
+        """Shift x for each stream."""
         if not self.options.token_shift:
             return dict.fromkeys(names, x)
         change = previous(x, last, "zero", context.lengths) - x
@@ -214,7 +214,7 @@ class RWKV7(RecurrentMixer):
     def _mix_values(
         self, v: Tensor, shifted: Tensor, x: Tensor, context: Context, state: RWKV7State
     ) -> Tensor:
-        """The value residual; the first layer of the kind also computes what the others get.
+        """Apply the value residual; the first layer of the kind also computes what the others get.
 
         Its shared values are token-shifted like all values here. In a later layer of the model that shift
         runs over the embeddings, which the state therefore remembers beside the layer's own input.
@@ -229,7 +229,7 @@ class RWKV7(RecurrentMixer):
         return value_residual.mix_values(v, first, self.v0, self.v2(self.v1(shifted)))
 
     def _shift_state(self, x: Tensor, context: Context, shard: SequenceShard) -> tuple[Tensor, RWKV7State]:
-        """The token shifts' part of a state, from the rank before; go on with the returned x."""
+        """Get the token shifts' part of a state from the rank before; go on with the returned x."""
         if not self.options.token_shift:
             return x, RWKV7State()
         inputs = [x]
@@ -260,7 +260,7 @@ class RWKV7(RecurrentMixer):
 
     @property
     def _shifts(self) -> int:
-        """Vectors that the token shift remembers."""
+        """How many vectors the token shift remembers."""
         return self.options.token_shift * (1 + self._reads_embedding)
 
     # The recurrence counts as its four products of a state with a vector or of two vectors.
@@ -293,7 +293,8 @@ class _HeadNorm(nn.Module):
 
 
 def low_ranks(hidden_size: int) -> dict[str, int]:
-    """Inner widths of the low-rank maps of decay, rate, value gate and output gate: multiples of 32."""
+    """Choose the inner widths of the low-rank maps of decay, rate, value gate and output gate: multiples of
+    32."""
 
     def rank(factor: float, power: float) -> int:
         return max(32, round(factor * hidden_size**power / 32) * 32)
@@ -302,6 +303,6 @@ def low_ranks(hidden_size: int) -> dict[str, int]:
 
 
 def _line(like: Tensor) -> Tensor:
-    """From -1/2 to 1/2 over the features."""
+    """Make numbers from -1/2 to 1/2 over the features."""
     i = torch.arange(like.numel(), dtype=like.dtype, device=like.device)
     return i / max(like.numel() - 1, 1) - 0.5

@@ -147,9 +147,9 @@ class Recurrence(NamedTuple):
     last; gradient of that last one; starts; places for the operands' gradients) -> gradient of the state
     before the first."""
     value: int
-    """Which operand is like the outputs."""
+    """Index of the operand that has the shape of the outputs."""
     keeps_outputs: bool = False
-    """For the backward pass."""
+    """Whether the backward pass needs them."""
 
     def run(self, starts: Sequence[bool], state: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Run over all chunks of operands `[N, B, L, ...]`; give the outputs and the state after the last

@@ -107,7 +107,7 @@ def _chunks(
 
 
 class _Scores(NamedTuple):
-    """What a group of chunks is to its own tokens, `[n, X, ...]`."""
+    """What the tokens of each chunk are to each other, for a group of chunks `[n, X, ...]`."""
 
     left: Tensor  # [.., 2L, K]: q~ over k~
     q_left: Tensor  # its upper half
@@ -120,7 +120,7 @@ class _Scores(NamedTuple):
 
 
 def _scores(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> _Scores:
-    """From operands `[n, B, HV, L, ...]` of any layout."""
+    """Compute scores from operands `[n, B, HV, L, ...]` of any layout."""
     size = q.shape[-2]
     grow = centred_growth(g)
     left, right = q.new_empty(*q.shape[:3], 2 * size, q.shape[-1]), q.new_empty(q.shape)

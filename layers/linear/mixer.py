@@ -28,8 +28,8 @@ class RecurrentMixer(Mixer):
 
     def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
         """Count the bytes of a forward pass: every rank sends all later ones its end state and transition, in
-        at least fp32, and the next one the inputs that its token shifts or convolutions see (a convolution one
-        less than its state holds)."""
+        at least fp32, and the next one the inputs that its token shifts or convolutions see (a convolution
+        one less than its state holds)."""
         held = self.empty_state(1).tensors()
         numbers = held.pop("recurrent").numel() + self.transition_numbers()
         seen = sum((x if x.ndim == 2 else x[..., 1:]).numel() for x in held.values())

@@ -123,7 +123,7 @@ class _Scores(NamedTuple):
 
 
 def _scores(r: Tensor, log_decay: Tensor, k: Tensor, a: Tensor, b: Tensor) -> _Scores:
-    """From operands `[n, B, H, L, K]` of any layout."""
+    """Compute scores from operands `[n, B, H, L, K]` of any layout."""
     size = r.shape[-2]
     grow = centred_growth(log_decay)
     grow_before = torch.cat((1 / grow[..., -1:, :], grow[..., :-1, :]), -2)
@@ -140,14 +140,14 @@ def _scores(r: Tensor, log_decay: Tensor, k: Tensor, a: Tensor, b: Tensor) -> _S
 
 
 def _seen(size: int, like: Tensor) -> Tensor:
-    """`[2L, 2L]`, 1 where a row sees a column, else 0. Outputs see tokens up to their own, reads only earlier
-    ones. (A factor: what it hides is finite, and filling is far slower.)"""
+    """Make the mask `[2L, 2L]`, 1 where a row sees a column, else 0. Outputs see tokens up to their own,
+    reads only earlier ones. (A factor: what it hides is finite, and filling is far slower.)"""
     every = like.new_ones(size, size)
     return torch.cat((every.tril(), every.tril(-1))).repeat(1, 2)
 
 
 def _values(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows `[n, X, 2L, V]`, v `[n, B, H, L, V]` over room for the reads; and both halves."""
+    """Make rows `[n, X, 2L, V]`, v `[n, B, H, L, V]` over room for the reads; give them and both halves."""
     size = v.shape[-2]
     rows = v.new_empty(*v.shape[:3], 2 * size, v.shape[-1])
     rows[..., :size, :] = v

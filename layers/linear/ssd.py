@@ -98,7 +98,7 @@ def _chunks(
 
 
 class _Rows(NamedTuple):
-    """A group of chunks, `[n, X, ...]` but for `grow`."""
+    """Operands of a group of chunks, `[n, X, ...]` but for `grow`."""
 
     x: Tensor  # [.., L, M * P]: x~
     b: Tensor  # [.., L, N]
@@ -108,18 +108,18 @@ class _Rows(NamedTuple):
     grow: Tensor  # [n, B, L, H, 1]: e^(c-m)
 
     def to_tokens(self, y: Tensor) -> Tensor:
-        """`[n, X, L, M * P]` to `[n, B, L, H, P]`."""
+        """Take `[n, X, L, M * P]` to `[n, B, L, H, P]`."""
         batch, heads = self.grow.shape[1], self.scale.shape[-2]
         return y.unflatten(1, (batch, -1)).transpose(2, 3).unflatten(-1, (heads, -1)).flatten(3, 4)
 
 
 def _by_group(z: Tensor, groups: int) -> Tensor:
-    """`[n, B, L, H, D]` to `[n, X, L, H / G * D]`."""
+    """Take `[n, B, L, H, D]` to `[n, X, L, H / G * D]`."""
     return z.unflatten(3, (groups, -1)).flatten(4).transpose(2, 3).flatten(1, 2)
 
 
 def _rows(x: Tensor, b: Tensor, c: Tensor, g: Tensor) -> _Rows:
-    """From operands `[n, B, L, ...]`."""
+    """Compute rows from operands `[n, B, L, ...]`."""
     groups = b.shape[3]
     grow = centred_growth(g)[..., None]
     b, c = (_by_group(z, groups).contiguous() for z in (b, c))

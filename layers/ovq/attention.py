@@ -29,7 +29,7 @@ __all__ = ["OVQState", "Routes", "ovq_attention"]
 
 @dataclass(kw_only=True)
 class OVQState(MixerState):
-    """The dictionary after all whole chunks, and the tokens of the unfinished one.
+    """State of OVQ: the dictionary after all whole chunks, and the tokens of the unfinished one.
 
     Centroids that do not exist yet have count 0 (but before there is any, centroid 0 may have gathered some).
     """
@@ -190,7 +190,7 @@ def _within_chunk(call: Call, q: Tensor, k: Tensor, v: Tensor, state: OVQState) 
 
 
 def _nothing(k: Tensor) -> Tensor:
-    """The slots of no token."""
+    """Make the slots of no token."""
     return torch.empty(k.shape[0], k.shape[2], 0, dtype=torch.int64, device=k.device)
 
 

@@ -47,20 +47,20 @@ class ChunkRows:
         return cls(active, [call.step(number, count) for number, count in enumerate(counts, first)])
 
     def start(self, chunk: int) -> int:
-        """Row of the chunk's first sequence."""
+        """Find the row of the chunk's first sequence."""
         return sum(self.active[:chunk])
 
     def entering(self) -> list[int]:
-        """Rows of complete chunks."""
+        """List the rows of complete chunks."""
         return [self.start(c) + s for c, step in enumerate(self.steps) for s in range(step.sequences)]
 
     def entered(self, sequence: int) -> list[int]:
-        """Of the entering rows, those of one sequence."""
+        """List those of the entering rows that are of one sequence."""
         counts = [step.sequences for step in self.steps if sequence < step.sequences]
         return [sum(counts[:c]) + sequence for c in range(len(counts))]
 
     def part(self, chunks: slice) -> ChunkRows:
-        """Only these chunks."""
+        """Take these chunks only."""
         return ChunkRows(self.active[chunks], self.steps[chunks])
 
 

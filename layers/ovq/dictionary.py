@@ -61,7 +61,7 @@ class Call:
 
     chunk: int
     limit: int
-    """Of the dictionary's size."""
+    """Most centroids."""
     replay: Routes | None
     places: Sequence[tuple[int, int]]
     """For each sequence, row and place in given routes of its position 0."""

@@ -51,7 +51,7 @@ class OVQOptions:
 
 @dataclass
 class OVQLayerState(ProjectedState):
-    """The operator's state beside the token shift's vectors."""
+    """State of the operator beside the token shift's vectors."""
 
     operator: OVQState | None = None
 
@@ -103,7 +103,7 @@ class OVQ(ProjectedMixer):
         like = self.c_k.weight.new_empty(batch, 0, self.num_heads, self.head_dim)
         return OVQLayerState(operator=OVQState.empty(like, self.options.max_centroids))
 
-    # Accounts
+    # FLOPs and bytes
 
     def flops_at(self, position: int) -> Flops:
         number, within = divmod(position, self.options.chunk)
@@ -122,7 +122,8 @@ class OVQ(ProjectedMixer):
         return size_after(chunks, self.options.chunk, self.options.max_centroids)
 
     def _routing_flops(self, number: int) -> float:
-        """Of comparing the keys of chunk `number` with every centroid, or with the chunk's first key."""
+        """Count FLOPs of comparing the keys of chunk `number` with every centroid, or with the chunk's first
+        key."""
         size, chunk = self._size(number), self.options.chunk
         products = chunk * size
         if size == 0:

@@ -26,7 +26,7 @@ GENERATIONS = {V2: range(8, 100), CUTE: range(9, 11)}
 
 
 def fitting(head_size: int, generation: int) -> str | None:
-    """The installed package to use on a GPU of compute capability `generation`, the newer one first."""
+    """Find the installed package to use on a GPU of compute capability `generation`, the newer one first."""
     for name in (CUTE, V2):
         if head_size <= LARGEST_HEAD[name] and generation in GENERATIONS[name] and functions(name):
             return name
@@ -40,7 +40,7 @@ def functions(name: str) -> tuple[Callable[..., Any], ...] | None:
 
 
 def forward(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output `[R, T, H, D]` and log-sum-exp `[R, H, T]`."""
+    """Compute output `[R, T, H, D]` and log-sum-exp `[R, H, T]`."""
     run, _ = _loaded(name)
     if name == V2:
         found = run(
@@ -63,7 +63,7 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; repeatable where torch's deterministic algorithms are asked for."""
+    """Compute gradients of q, k and v; repeatable where torch's deterministic algorithms are asked for."""
     _, run = _loaded(name)
     grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
     if name == CUTE:
