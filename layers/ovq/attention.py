@@ -22,7 +22,7 @@ from ..softmax.attention import same_dtype
 from ..softmax.grid import ChunkGrid
 from ..state import MixerState
 from .chunks import attend, entering_tokens, on_grid, readable
-from .dictionary import Call, Centroids, Routes, choose, running_means
+from .dictionary import Call, Centroids, Routes, advance
 
 __all__ = ["OVQState", "Routes", "ovq_attention"]
 
@@ -174,17 +174,15 @@ def _within_chunk(call: Call, q: Tensor, k: Tensor, v: Tensor, state: OVQState) 
     parts.append(Part(k_tokens=slice(held, None), mask=Mask.LOWER))
     if tokens == 1:
         parts = [Part()]
-    reads = []
-    if size:
-        reads.append(state.readable(size, k.dtype))
+    read = state.readable(size, k.dtype) if size else None
+    if read is not None:
         parts.append(Part(key=1))
-    y = attend(q, keys, values, reads, parts)
+    y = attend(q, keys, values, read, parts)
     if held + tokens < call.chunk:
         return y, _nothing(k)
-    step = call.step(number, len(k))
-    added, base = entering_tokens(keys, values), state.centroids()
-    slot = choose(call, added[..., : k.shape[-1]], [step], base)
-    state.set_centroids(running_means(added, slot, [step], base))
+    step, added = call.step(number, len(k)), entering_tokens(keys, values)
+    after, slot = advance(call, [step], added, state.centroids())
+    state.set_centroids(after.rows(slice(len(k), None)))
     state.drop_pending()
     return y, slot
 
@@ -221,7 +219,9 @@ def _packed(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int])
         grid = ChunkGrid.packed([sum(lengths[:i]) for i in long], own, call.chunk, k.device)
         entered = [n // call.chunk * call.chunk for n in lengths]
         call = replace(call, places=[(0, sum(entered[:i])) for i in long])
-        out, found, _ = on_grid(call, grid, own, (q, k, v), None)
+        empty = OVQState.empty(k, 1).centroids()
+        base = Centroids(*(x.expand(len(long), -1, -1, -1) for x in empty))
+        out, found, _ = on_grid(call, grid, own, (q, k, v), base)
         for i, piece, slot in zip(long, out.split(own, 1), found, strict=True):
             y[i], slots[i] = piece, slot[None]
     return torch.cat(y, 1), torch.cat(slots, 2)

@@ -19,7 +19,7 @@ from ..softmax import Mask, Part, joined_attention
 from ..softmax.grid import ChunkGrid, rows
 from ..softmax.joined import Gradient, Joint, Rows, part_gradients
 from ..softmax.kernels import choose as choose_kernel
-from .dictionary import Call, Centroids, Step, choose, running_means
+from .dictionary import Call, Centroids, Step, advance
 
 GROUP_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Centroids of so many bytes exist at once, as means and as read; longer calls go by groups of chunks."""
@@ -65,13 +65,13 @@ class ChunkRows:
 
 
 def on_grid(
-    call: Call, grid: ChunkGrid, lengths: Sequence[int], qkv: tuple[Tensor, ...], base: Centroids | None
+    call: Call, grid: ChunkGrid, lengths: Sequence[int], qkv: tuple[Tensor, ...], base: Centroids
 ) -> tuple[Tensor, list[Tensor], Centroids]:
     """Compute all chunks of sequences of `lengths` tokens, the longest first, that lie in `grid`.
 
     Args:
         qkv: queries, keys and values by token, `[B, T, H, D]`.
-        base: the dictionary before the first chunk; None where nothing has entered yet.
+        base: the sequences' dictionaries before the first chunk.
 
     Returns:
         Heads by token, for each sequence the centroids `[H, A]` of the tokens that entered, and the
@@ -83,24 +83,21 @@ def on_grid(
     order, entering = rows(places, qkv[0].device), whole.entering()
     q, k, v = (_select(grid.queries(x), order) for x in qkv)
     tokens = entering_tokens(*((k, v) if len(entering) == len(k) else (k[entering], v[entering])))
-    slot = choose(call, tokens[..., : k.shape[-1]], whole.steps, base)
     groups = _groups(call, whole, first, tokens)
     # By `split`, whose backward joins once; that of a slice fills a whole tensor for each.
     sizes = [sum(whole.active[group]) for group in groups]
     entries = [sum(step.sequences for step in whole.steps[group]) for group in groups]
-    pieces = [*(x.split(sizes) for x in (q, k, v)), *(x.split(entries) for x in (tokens, slot))]
-    outs = []
+    pieces = [*(x.split(sizes) for x in (q, k, v)), tokens.split(entries)]
+    outs, slots = [], []
     for group, operands in zip(groups, zip(*pieces, strict=True), strict=True):
-        out, *after = _Group.apply(
-            call, whole.part(group), first + group.start, *operands, *(base or (None, None))
-        )
+        out, slot, *after = _Group.apply(call, whole.part(group), first + group.start, *operands, *base)
         base = Centroids(*after)
         outs.append(out)
-    assert base is not None
-    y = torch.cat(outs) if len(outs) > 1 else outs[0]
+        slots.append(slot)
+    y, slot = (torch.cat(x) if len(x) > 1 else x[0] for x in (outs, slots))
     y = y if isinstance(order, slice) else _select(y, order.argsort())
-    slots = [slot[whole.entered(s)].transpose(0, 1).flatten(1) for s in range(len(lengths))]
-    return grid.tokens_of(y), slots, base
+    by_sequence = [slot[whole.entered(s)].transpose(0, 1).flatten(1) for s in range(len(lengths))]
+    return grid.tokens_of(y), by_sequence, base
 
 
 def _select(x: Tensor, order: Rows) -> Tensor:
@@ -128,55 +125,51 @@ def _groups(call: Call, whole: ChunkRows, first: int, tokens: Tensor) -> list[sl
 
 
 class _Group(torch.autograd.Function):
-    """One group of chunks, from chunk number `first` on. Its backward makes the centroids again, but not the
-    attention."""
+    """One group of chunks, from chunk number `first` on. Its backward makes the centroids again, but neither
+    chooses nor attends."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, own: ChunkRows, first: int, *given: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Give heads like q, and the dictionary after the last step.
+        ctx: Any, call: Call, own: ChunkRows, first: int, *operands: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Give heads like q, the entering tokens' centroids, and the dictionary after the last step.
 
-        `given`: q, k, v, entering tokens and their centroids; the means and counts before the first step.
+        `operands`: q, k, v and entering tokens; means and counts of the dictionary before the first step.
         """
-        q, k, v, tokens, slot, means, counts = given
-        base = None if means is None else Centroids(means, counts)
-        reads, parts, last = _dictionary(call, own, first, tokens, slot, base, q.dtype)
-        queries, keys, values = _widened(q, k, v, reads)
+        q, k, v, tokens, *base = operands
+        read, parts, last, slot = _dictionary(call, own, first, tokens, Centroids(*base), q.dtype)
+        queries, keys, values = _widened(q, k, v, read)
         joint, kernel = Joint(queries), choose_kernel(queries)
-        joint.add(kernel, [queries], keys, values, [Part(mask=Mask.LOWER), *parts], 1.0)
+        joint.add(kernel, [queries], keys, values, parts, 1.0)
         y, lse = joint.result()
         y = y[..., : q.shape[-1]].contiguous()
-        ctx.save_for_backward(*given, y, lse)
+        ctx.save_for_backward(*operands, slot, y, lse)
         ctx.plan = call, own, first, kernel
-        after = [x.clone() for x in last]
-        ctx.mark_non_differentiable(after[1])
-        return y, after[0], after[1]
+        means, counts = (x.clone() for x in last)
+        ctx.mark_non_differentiable(slot, counts)
+        return y, slot, means, counts
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_means: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Any, grad_means: Tensor, __: Any) -> tuple[Tensor | None, ...]:
         call, own, first, kernel = ctx.plan
-        q, k, v, tokens, slot, means, counts, y, lse = ctx.saved_tensors
-        leaves = [x.detach().requires_grad_() for x in (tokens, means) if x is not None]
-        base = None if means is None else Centroids(leaves[1], counts)
+        q, k, v, tokens, means, counts, slot, y, lse = ctx.saved_tensors
+        leaves = [x.detach().requires_grad_() for x in (tokens, means)]
+        base = Centroids(leaves[1], counts)
         with torch.autocast(q.device.type, enabled=False):
             with torch.enable_grad():
-                reads, parts, last = _dictionary(call, own, first, leaves[0], slot, base, q.dtype)
-            seen = [(keys.detach(), values.detach()) for keys, values in reads]
-            queries, all_keys, all_values = _widened(q, k, v, seen)
+                read, parts, last, _ = _dictionary(call, own, first, leaves[0], base, q.dtype, slot)
+            seen = None if read is None else (read[0].detach(), read[1].detach())
+            queries, keys, values = _widened(q, k, v, seen)
             more = (0, queries.shape[-1] - q.shape[-1])
             joint = F.pad(grad, more), F.pad(y, more), lse
-            d_q = Gradient(queries)
-            d_keys, d_values = [Gradient(x) for x in all_keys], [Gradient(x) for x in all_values]
-            operands, parts = ([queries], all_keys, all_values), [Part(mask=Mask.LOWER), *parts]
-            part_gradients(kernel, joint, *operands, parts, 1.0, ([d_q], d_keys, d_values))
-            d_qkv = (x.result()[..., : q.shape[-1]] for x in (d_q, d_keys[0], d_values[0]))
-            made = [*(x for read in reads for x in read), last.means]
-            grads = [x.result() for pair in zip(d_keys[1:], d_values[1:], strict=True) for x in pair]
-            found = torch.autograd.grad(made, leaves, [*grads, grad_means], allow_unused=True)
-        d_tokens, d_means = (*found, None)[:2]
-        return None, None, None, *d_qkv, d_tokens, None, d_means, None
+            d_q, d_keys, d_values = ([Gradient(x) for x in given] for given in ([queries], keys, values))
+            part_gradients(kernel, joint, [queries], keys, values, parts, 1.0, (d_q, d_keys, d_values))
+            d_qkv = (x[0].result()[..., : q.shape[-1]] for x in (d_q, d_keys, d_values))
+            d_read = [x.result() for x in (*d_keys[1:], *d_values[1:])]
+            made, d_made = [*(read or ()), last.means], [*d_read, grad_means]
+            d_leaves = torch.autograd.grad(made, leaves, d_made, allow_unused=True)
+        return None, None, None, *d_qkv, *d_leaves, None
 
 
 def _dictionary(
@@ -184,37 +177,30 @@ def _dictionary(
     own: ChunkRows,
     first: int,
     tokens: Tensor,
-    slot: Tensor,
-    base: Centroids | None,
+    base: Centroids,
     dtype: torch.dtype,
-) -> tuple[list[Read], list[Part], Centroids]:
-    """Make what a group's chunks read beside themselves, who reads it, and the dictionary after the last
-    step."""
-    reads: list[Read] = []
-    parts: list[Part] = []
-    if base is not None and call.size(first):
-        count = own.active[0]
-        reads.append(readable(base.rows(slice(0, count)).first(call.size(first)), dtype))
-        parts.append(Part(slice(0, count), k_rows=slice(0, count), key=1))
-    if not own.steps:
-        assert base is not None
-        return reads, parts, base
-    after = running_means(tokens, slot, own.steps, base)
-    if len(own.active) > 1 and call.size(first + len(own.active) - 1):
-        parts += _dictionary_parts(own, key=len(reads) + 1)
-        reads.append(readable(after, dtype))
-    return reads, parts, after.rows(slice(len(slot) - own.steps[-1].sequences, None))
+    slot: Tensor | None = None,
+) -> tuple[Read | None, list[Part], Centroids, Tensor]:
+    """Make the dictionary that a group's chunks read, if they read any; who reads what of it and of the
+    tokens; the dictionary after the last step; and the entering tokens' centroids, where `slot` does not give
+    them."""
+    after, slot = advance(call, own.steps, tokens, base.rows(slice(0, own.active[0])), slot)
+    parts = [Part(mask=Mask.LOWER), *_dictionary_parts(call, own, first)]
+    read = readable(after, dtype) if len(parts) > 1 else None
+    last = own.steps[-1].sequences if own.steps else own.active[0]
+    return read, parts, after.rows(slice(len(after.counts) - last, None)), slot
 
 
-def _dictionary_parts(own: ChunkRows, key: int) -> list[Part]:
-    """Show every chunk but the first the centroids after the chunk before it; successive ones with nearly as
-    many centroids are one part, the smaller ones' missing centroids being hidden."""
+def _dictionary_parts(call: Call, own: ChunkRows, first: int) -> list[Part]:
+    """Show every chunk the centroids before it; successive ones with nearly as many centroids are one part,
+    the smaller ones' missing centroids being hidden."""
     parts: list[Part] = []
     row = smallest = 0
-    for chunk, step in enumerate(own.steps[: len(own.active) - 1], 1):
-        size, count, start = step.after, own.active[chunk], own.start(chunk)
+    entered = [own.active[0], *(step.sequences for step in own.steps)]
+    for chunk, count in enumerate(own.active):
+        size, start = call.size(first + chunk), own.start(chunk)
         q_rows, k_rows = slice(start, start + count), slice(row, row + count)
-        row += step.sequences
+        row += entered[chunk]
         if not size:
             continue
         last = parts[-1].k_rows if parts else None
@@ -224,28 +210,24 @@ def _dictionary_parts(own: ChunkRows, key: int) -> list[Part]:
             q_rows, k_rows = slice(before.q_rows.start, q_rows.stop), slice(last.start, k_rows.stop)
         else:
             smallest = size
-        parts.append(Part(q_rows, k_rows=k_rows, k_tokens=slice(0, size), key=key))
+        parts.append(Part(q_rows, k_rows=k_rows, k_tokens=slice(0, size), key=1))
     return parts
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Read], parts: list[Part]) -> Tensor:
-    """Attend by one softmax to tokens (`key` 0 of the parts) and what `readable` made of centroids (1,
-    ...)."""
-    queries, keys, values = _widened(q, k, v, reads)
+def attend(q: Tensor, k: Tensor, v: Tensor, read: Read | None, parts: list[Part]) -> Tensor:
+    """Attend by one softmax to tokens (`key` 0 of the parts) and what `readable` made of centroids (1)."""
+    queries, keys, values = _widened(q, k, v, read)
     return joined_attention([queries], keys, values, parts, 1.0)[0][..., : q.shape[-1]]
 
 
-def _widened(
-    q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Read]
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Give queries, keys and values the further features that `readable` has, if there are any."""
-    if not reads:
+def _widened(q: Tensor, k: Tensor, v: Tensor, read: Read | None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Give queries, keys and values the further features that `readable` has, if there is anything to
+    read."""
+    if read is None:
         return q, [k], [v]
-    more = reads[0][0].shape[-1] - q.shape[-1]
-    ones = q.new_ones(*q.shape[:-1], 2)
-    q = F.pad(torch.cat((q, ones), -1), (0, more - 2))
-    keys, values = zip((F.pad(k, (0, more)), F.pad(v, (0, more))), *reads, strict=True)
-    return q, list(keys), list(values)
+    more = read[0].shape[-1] - q.shape[-1]
+    q = F.pad(torch.cat((q, q.new_ones(*q.shape[:-1], 2)), -1), (0, more - 2))
+    return q, [F.pad(k, (0, more)), read[0]], [F.pad(v, (0, more)), read[1]]
 
 
 def readable(centroids: Centroids, dtype: torch.dtype) -> Read:
