@@ -29,7 +29,7 @@ class Segments(NamedTuple):
     """The segments of documents in one rank's shard of a packed row."""
 
     lengths: tuple[int, ...]
-    """Of the segments."""
+    """Of the segments, in tokens."""
     carried: int
     """Tokens of the first segment's document that stand on earlier ranks; 0: it begins here."""
 
@@ -44,7 +44,7 @@ class SequenceShard:
     """This rank's place in the group: it holds shard `rank`."""
     size: int
     tokens: int
-    """Of the whole row; a multiple of `size`."""
+    """Tokens of the whole row; a multiple of `size`."""
     row_lengths: tuple[int, ...] = ()
     """Lengths of the documents packed in the whole row; empty for equal rows."""
     sent: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
@@ -80,7 +80,8 @@ class SequenceShard:
 
     @cached_property
     def segments(self) -> tuple[Segments, ...]:
-        """Every rank's; for equal rows the shard is one segment of a document that begins on rank 0."""
+        """Segments of every rank; for equal rows the shard is one segment of a document that begins on rank
+        0."""
         borders = (0, *accumulate(self.row_lengths)) if self.row_lengths else (0, self.tokens)
         found = []
         for first in range(0, self.tokens, self.length):
@@ -106,14 +107,14 @@ class SequenceShard:
         return self.carried > 0
 
     def own_heads(self, heads: int) -> slice:
-        """The heads this rank has after `to_heads`, of `heads` in all."""
+        """Give the range of heads this rank has after `to_heads`, of `heads` in all."""
         first = self.rank * heads // self.size
         return slice(first, first + heads_per_rank(heads, self.size))
 
     # Exchanges
 
     def gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`, which has one shape on all, as `[S, ...]` in rank order.
+        """Gather every rank's `x`, which has one shape on all, as `[S, ...]` in rank order.
 
         The gradient of `x` is the sum of what all ranks give their copies of it.
         """
@@ -122,7 +123,7 @@ class SequenceShard:
         return self._exchange("gather", flat, counts, counts).view(self.size, *x.shape)
 
     def earlier(self, x: Tensor) -> Tensor:
-        """What every rank before this one gave as `x` (one shape on all ranks), `[rank, ...]` in rank order.
+        """Gather `x` (one shape on all ranks) of every rank before this one, `[rank, ...]` in rank order.
 
         The gradient of `x` is the sum of what all later ranks give their copies of it.
         """
@@ -133,7 +134,7 @@ class SequenceShard:
         return y.view(self.rank, *x.shape)
 
     def previous(self, x: Tensor) -> Tensor:
-        """What the previous rank gave as `x` (one shape on all ranks); zeros on the first rank."""
+        """Get `x` (one shape on all ranks) of the previous rank; zeros on the first rank."""
         sends, receives = [0] * self.size, [0] * self.size
         flat = x.flatten()
         if self.rank + 1 < self.size:
@@ -148,7 +149,7 @@ class SequenceShard:
         return y.view(x.shape)
 
     def hand_on(self, step: int, x: Tensor, count: int) -> Tensor:
-        """From rank `step` to the next; all ranks take part in all steps, from 0 to S - 2.
+        """Send from rank `step` to the next; all ranks take part in all steps, from 0 to S - 2.
 
         Args:
             x: on rank `step` at most `count` numbers, which zeros follow; on others nothing.
@@ -166,7 +167,7 @@ class SequenceShard:
         return self._exchange("hand_on", x, sends, receives)
 
     def halo(self, *shards: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
-        """For what looks one token back.
+        """Exchange what looking one token back needs.
 
         Args:
             shards: `[B, T / S, C]` each, with its own C, of one dtype; their last vectors travel together.
@@ -181,7 +182,7 @@ class SequenceShard:
         return list(shards), list(last.split([x.shape[-1] for x in shards], -1))
 
     def to_heads(self, *shards: Tensor) -> list[Tensor]:
-        """From all heads of this rank's tokens to all tokens of its share of heads.
+        """Trade all heads of this rank's tokens for all tokens of its share of heads.
 
         Args:
             shards: `[B, T / S, heads, size]`, each with its own heads and size, of one dtype; they travel
@@ -208,7 +209,7 @@ class SequenceShard:
         ]
 
     def to_tokens(self, y: Tensor) -> Tensor:
-        """`[B, T, H / S, D]` back to `[B, T / S, H, D]`: all heads of this rank's tokens."""
+        """Trade `[B, T, H / S, D]` back for `[B, T / S, H, D]`: all heads of this rank's tokens."""
         batch, _, share, size = y.shape
         packed = y.unflatten(1, (self.size, self.length)).movedim(1, 0).flatten()
         counts = [packed.numel() // self.size] * self.size
@@ -216,7 +217,8 @@ class SequenceShard:
         return x.view(self.size, batch, self.length, share, size).movedim(0, 2).flatten(2, 3)
 
     def _exchange(self, name: str, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """`x` flat, its first `sends[0]` numbers for rank 0 and so on -> what the ranks sent here."""
+        """Exchange `x`, which is flat, its first `sends[0]` numbers for rank 0 and so on -> what the ranks
+        sent here."""
         return _Exchange.apply(x, self, name, sends, receives)
 
     def _all_to_all(self, name: str, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
@@ -248,7 +250,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def heads_per_rank(heads: int, size: int) -> int:
-    """Heads each of `size` ranks has, of `heads` in all; LayerError where they cannot be shared out."""
+    """Divide `heads` among `size` ranks; raise LayerError where they cannot be shared out."""
     if heads % size and size % heads:
         raise LayerError(f"{heads} heads cannot be shared out over {size} ranks: neither divides the other")
     return max(1, heads // size)

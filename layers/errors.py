@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ class LayerError(UserError):
 
 
 def require(condition: bool, option: str, value: Any, allowed: str) -> None:
-    """LayerError naming the option, its value and what is allowed, unless `condition` holds."""
+    """Raise LayerError naming the option, its value and what is allowed, unless `condition` holds."""
     if not condition:
         raise LayerError(f"{option} is {value!r}; allowed: {allowed}")
 
@@ -26,6 +27,32 @@ def require(condition: bool, option: str, value: Any, allowed: str) -> None:
 def is_count(value: Any, least: int = 1) -> bool:
     """Whether `value` is a whole number (not a bool) of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number (not a bool)."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def require_counts(options: Any, *names: str, least: int = 1, nullable: bool = False) -> None:
+    """Raise LayerError unless each named option is a whole number from `least` on, or None if `nullable`."""
+    allowed = f"a whole number of {least} or more" + (", or null" if nullable else "")
+    for name in names:
+        value = getattr(options, name)
+        require((nullable and value is None) or is_count(value, least), name, value, allowed)
+
+
+def require_flags(options: Any, *names: str) -> None:
+    """Raise LayerError unless each named option is a bool."""
+    for name in names:
+        value = getattr(options, name)
+        require(isinstance(value, bool), name, value, "true, false")
+
+
+def require_positive(options: Any, name: str) -> None:
+    """Raise LayerError unless the named option is a finite number above 0."""
+    value = getattr(options, name)
+    require(is_number(value) and 0 < value < math.inf, name, value, "a number above 0")
 
 
 def shown(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..base import MixerState
+from ..state import MixerState
 from .contributions import Norm, Sums
 from .slots import absorbed, read
 from .spec import KVMSpec, Update

@@ -5,7 +5,7 @@ KVM operator are made of. `force_plain` switches every one of them to plain matr
 any one kernel.
 """
 
-from ..plain import force_plain
+from ..backends import force_plain
 from .attention import attention, block_window_attention
 from .joined import ALL, Part, joined_attention, part_share
 from .kernels import Mask, force_kernel

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybrid.layers import LayerError
+from hybrid.layers.backends import load_kernels
 from hybrid.layers.softmax import Mask, attention, flash, force_kernel, force_plain, kernels
 
 SCALE = 0.3
@@ -63,9 +64,9 @@ def packages(monkeypatch):
             setattr(made[module], function, own)
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
-    flash.functions.cache_clear()
+    load_kernels.cache_clear()
     yield
-    flash.functions.cache_clear()
+    load_kernels.cache_clear()
 
 
 @pytest.mark.parametrize("name", flash.MODULES)
@@ -103,7 +104,7 @@ def test_the_newer_package_goes_first_where_it_runs(packages, monkeypatch):
     assert flash.fitting(128, 8) == flash.V2  # a GPU too old for it
     assert flash.fitting(128, 7) is None
     monkeypatch.setitem(sys.modules, flash.MODULES[flash.CUTE][0], None)  # not to be imported
-    flash.functions.cache_clear()
+    load_kernels.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert flash.fitting(128, 9) == flash.V2
@@ -111,9 +112,9 @@ def test_the_newer_package_goes_first_where_it_runs(packages, monkeypatch):
 
 def test_without_the_packages_torchs_own_kernels_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    flash.functions.cache_clear()
+    load_kernels.cache_clear()
     assert flash.fitting(128, 9) is None
-    flash.functions.cache_clear()
+    load_kernels.cache_clear()
     assert kernels.choose(block()[0]) == "cpu"
 
 
