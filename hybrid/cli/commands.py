@@ -221,43 +221,26 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _declare_bench(parser: Parser) -> None:
-    parser.add_argument(
-        "what",
-        metavar="kvm|mixers|model|scale",
-        choices=("kvm", "mixers", "model", "scale"),
-        help="the KVM operator's numbers to reach; every kind of layer; a recipe's whole model; or processes",
-    )
-    parser.add_argument("arguments", metavar="RECIPE key=value", nargs="*", help="for model, as in `train`")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: seconds, to see that it runs")
-    parser.add_argument("--output", metavar="DIR", help="keep JSON and plots there")
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="one part of kvm or scale, or one kind of mixers",
-    )
-    parser.add_argument("--threads", type=count, metavar="N", help="default: one per core")
+    _declare_recipe(parser)
+    parser.add_argument("--output", metavar="DIR", help="keep model.json there")
+    parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: one per core)")
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    whole_model = arguments.what == "model"
-    if whole_model != bool(arguments.arguments):
-        found = "needs a RECIPE" if whole_model else f"takes no '{arguments.arguments[0]}'"
-        raise UsageError(f"hybrid bench {arguments.what} {found} (see hybrid bench --help)")
-    if whole_model and (arguments.quick or arguments.only):
-        raise UsageError("bench model takes neither --quick nor --only: its sizes are the recipe's")
+    if arguments.recipe in ("kvm", "mixers", "scale"):  # subcommands until they became scripts
+        raise UsageError(
+            f"hybrid bench takes a RECIPE; '{arguments.recipe}' is measured by a script of the checkout: "
+            f"python -m benchmarks.{arguments.recipe}, or make bench for all"
+        )
+    recipe = _load_recipe(arguments)
     keep_freed_memory()
-    from hybrid.bench import run
+    import torch
 
-    return run(
-        arguments.what,
-        arguments.arguments,
-        quick=arguments.quick,
-        output=arguments.output,
-        only=arguments.only,
-        threads=arguments.threads,
-    )
+    from hybrid.train.benchmark import benchmark
+
+    torch.set_num_threads(arguments.threads or len(os.sched_getaffinity(0)))
+    benchmark(recipe, arguments.output)
+    return 0
 
 
 COMMANDS = {
@@ -298,8 +281,8 @@ COMMANDS = {
         _verify,
     ),
     "bench": Command(
-        "Measure this machine: the KVM operator, every layer, a recipe's model, or processes.",
-        "hybrid bench kvm --output benchmarks/results",
+        "Measure what a recipe reaches on this machine: tokens/s, utilisation, memory, time by part.",
+        "hybrid bench recipes/quickstart.yaml data.context=4096 --output bench",
         _declare_bench,
         _bench,
     ),

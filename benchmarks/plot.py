@@ -1,16 +1,20 @@
-"""Plots of time against length. matplotlib is needed only here."""
+"""Plots of time against length."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .report import BenchError
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
 
 
 class Curve(NamedTuple):
+    """Values over lengths in tokens."""
+
     name: str
     lengths: Sequence[int]
     values: Sequence[float]
@@ -18,19 +22,8 @@ class Curve(NamedTuple):
     """In the colour of the curve before."""
 
 
-def require_matplotlib() -> None:
-    """BenchError where plots cannot be drawn."""
-    if not importlib.util.find_spec("matplotlib"):
-        raise BenchError("plots need matplotlib: pip install matplotlib, or give no --output")
-
-
 def time_plot(path: Path, title: str, unit: str, curves: Sequence[Curve]) -> None:
-    """Curves over the number of tokens, both axes logarithmic, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Draw curves over the number of tokens, both axes logarithmic, as a PNG."""
     figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
     colour = None
     for curve in curves:

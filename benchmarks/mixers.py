@@ -1,11 +1,14 @@
-"""`hybrid bench mixers`: every registered kind of layer in fp32 with one sequence, and the linear recurrences
-against their step loops."""
+"""Every kind of layer in fp32 with one sequence, and the linear recurrences against loops over tokens:
+
+python -m benchmarks.mixers
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +20,13 @@ from hybrid.layers import Context, LayerError, Mixer, Site, kinds
 from hybrid.layers.linear.delta_rule import gated_delta_rule
 from hybrid.layers.linear.rwkv7_op import rwkv7_recurrence
 from hybrid.layers.linear.ssd import ssd
+from hybrid.text import columns, duration
+from tests.parity.linear_reference import delta_steps, ssd_steps
+from tests.parity.rwkv7_reference import recurrence
 
-from .report import BenchError, Row, columns, duration, environment, keep, rows_table
-from .stepwise import delta_steps, rwkv7_steps, ssd_steps
-from .timing import alternate
+from .command import Row, begin, make_parser, output_file, run_sections
+from .measure import Run, alternate
+from .plot import Curve, time_plot
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,10 @@ OPTIONS: dict[str, dict[str, Any]] = {"mamba2": {"expand": 1, "state_size": 64}}
 
 
 class Twin(NamedTuple):
+    """An operator and its loop over tokens; both return the output and the state."""
+
     operator: Callable[..., Any]
-    steps: Callable[..., Tensor]
+    steps: Callable[..., Any]
     inputs: Callable[[Sizes], list[Tensor]]
     target: float
 
@@ -77,7 +85,7 @@ def _mamba2(sizes: Sizes) -> list[Tensor]:
 
 
 TWINS: dict[str, Twin] = {
-    "rwkv7": Twin(rwkv7_recurrence, rwkv7_steps, _rwkv7, 10),
+    "rwkv7": Twin(rwkv7_recurrence, recurrence, _rwkv7, 10),
     "kimi_delta": Twin(gated_delta_rule, delta_steps, lambda s: _delta(s, True), 10),
     "gated_deltanet": Twin(gated_delta_rule, delta_steps, lambda s: _delta(s, False), 15),
     "mamba2": Twin(ssd, ssd_steps, _mamba2, 15),
@@ -86,7 +94,7 @@ TWINS: dict[str, Twin] = {
 
 
 def build(kind: str, sizes: Sizes) -> Mixer:
-    """A layer with the common number of heads, or with its default options if it has no such thing."""
+    """Make a layer with the common number of heads, or with its default options if it has no such thing."""
     cls = kinds()[kind]
     names = {field.name for field in dataclasses.fields(cls.Options)}
     wanted = {"num_heads": sizes.heads, "head_dim": sizes.head_dim}
@@ -98,7 +106,7 @@ def build(kind: str, sizes: Sizes) -> Mixer:
         return cls(cls.Options(), Site(sizes.hidden))
 
 
-def layer_training(layer: Mixer, tokens: int) -> Callable[[], Any]:
+def layer_training(layer: Mixer, tokens: int) -> Run:
     """Forward and backward of a layer, with gradients of its input and parameters."""
     x = torch.randn(1, tokens, layer.site.hidden_size, requires_grad=True)
     leaves, grad = [x, *layer.parameters()], torch.randn_like(x)
@@ -111,12 +119,12 @@ def layer_training(layer: Mixer, tokens: int) -> Callable[[], Any]:
 
 
 @torch.no_grad()
-def layer_decoding(layer: Mixer, position: int, tokens: int) -> Callable[[], Any]:
+def layer_decoding(layer: Mixer, position: int, tokens: int) -> Run:
     """Decode `tokens` tokens from `position` on, each run from where the last one ended."""
     x = torch.randn(1, position, layer.site.hidden_size)
     state: Any = None
-    for piece in x.split(2048, 1):
-        _, state = layer(piece, Context.of(piece), state)
+    for part in x.split(2048, 1):
+        _, state = layer(part, Context.of(part), state)
 
     @torch.no_grad()
     def run() -> None:
@@ -127,38 +135,33 @@ def layer_decoding(layer: Mixer, position: int, tokens: int) -> Callable[[], Any
     return run
 
 
+def operator_training(operator: Callable[..., Any], leaves: Sequence[Tensor]) -> Run:
+    """Forward and backward of an operator or of its loop over tokens."""
+    grad = torch.randn_like(leaves[0])
+    return lambda: torch.autograd.grad(operator(*leaves)[0], leaves, grad)
+
+
 def against_steps(kind: str, sizes: Sizes) -> tuple[Row, dict[str, float]]:
-    """The operator's forward and backward against its step loop's."""
+    """Measure the operator's forward and backward against its loop's."""
     twin = TWINS[kind]
     torch.manual_seed(0)
-    leaves = [x.requires_grad_() for x in (x.detach() for x in twin.inputs(sizes))]
-    grad = torch.randn(1, sizes.tokens, sizes.heads, sizes.head_dim)
-
-    def training(operator: Callable[..., Any]) -> Callable[[], Any]:
-        def run() -> None:
-            y = operator(*leaves)
-            torch.autograd.grad(y[0] if isinstance(y, tuple) else y, leaves, grad)
-
-        return run
-
-    times = alternate(
-        {"operator": training(twin.operator), "steps": training(twin.steps)}, rounds=sizes.rounds
-    )
+    leaves = [x.detach().requires_grad_() for x in twin.inputs(sizes)]
+    runs = {name: operator_training(getattr(twin, name), leaves) for name in ("operator", "steps")}
+    times = alternate(runs, rounds=sizes.rounds)
     work = f"{kind} operator, forward+backward, {sizes.tokens} tokens"
     return Row(work, "token by token", times["steps"] / times["operator"], twin.target), times
 
 
 def measure(kind: str, sizes: Sizes) -> dict[str, Any]:
-    """One kind of layer: training at every length, decoding after the longest but one, and its accounts."""
+    """Measure training at every length and decoding after the longest but one; count FLOPs and state."""
     layer = build(kind, sizes)
-    runs = {str(n): layer_training(layer, n) for n in sizes.lengths}
-    times = alternate(runs, rounds=sizes.rounds)
+    times = alternate({str(n): layer_training(layer, n) for n in sizes.lengths}, rounds=sizes.rounds)
     short, long = sizes.lengths[0], sizes.lengths[-1]
     growth = times[str(long)] / long / (times[str(short)] / short)
     counted = layer.flops_per_token(long).training / layer.flops_per_token(short).training
     position = sizes.lengths[-2]
     decoding = alternate({"": layer_decoding(layer, position, sizes.decoded)}, rounds=sizes.rounds)[""]
-    return {
+    found = {
         "options": dataclasses.asdict(layer.options),
         "training_seconds": times,
         "growth_per_token": growth,
@@ -167,69 +170,46 @@ def measure(kind: str, sizes: Sizes) -> dict[str, Any]:
         "decode_seconds": decoding / sizes.decoded,
         "state_bytes": {str(n): layer.state_bytes(n) for n in sizes.lengths},
     }
+    if kind in TWINS:
+        row, found["operator_seconds"] = against_steps(kind, sizes)
+        work = f"{kind} layer, forward+backward, time per token at {long}"
+        found["rows"] = [row, Row(work, f"itself at {short}", growth, 1.3, at_least=False, ideal=counted)]
+    return found
 
 
 def kinds_table(found: dict[str, dict[str, Any]], sizes: Sizes) -> str:
+    """Format what was measured of every kind."""
     short, long = sizes.lengths[0], sizes.lengths[-1]
-    heading = ["kind", f"train {sizes.tokens}", "per token", f"{long}/{short}", "counted", "decode", "state"]
-    rows = [heading]
+    rows = [["kind", f"train {sizes.tokens}", "per token", f"{long}/{short}", "counted", "decode", "state"]]
     for kind, one in found.items():
         seconds = one["training_seconds"][str(sizes.tokens)]
-        state = one["state_bytes"][str(long)]
-        rows.append(
-            [
-                kind,
-                duration(seconds),
-                duration(seconds / sizes.tokens),
-                f"{one['growth_per_token']:.2f}x",
-                f"{one['counted_growth']:.2f}x",
-                duration(one["decode_seconds"]),
-                f"{state / 2**20:.3g} MiB",
-            ]
-        )
+        growth = [f"{one[name]:.2f}x" for name in ("growth_per_token", "counted_growth")]
+        state = f"{one['state_bytes'][str(long)] / 2**20:.3g} MiB"
+        times = [duration(seconds), duration(seconds / sizes.tokens)]
+        rows.append([kind, *times, *growth, duration(one["decode_seconds"]), state])
     return columns(rows, left={0})
 
 
-def bench_mixers(output: str | None, only: Sequence[str], quick: bool) -> int:
-    """Measure, print, and keep `mixers.json` and `mixers.png` in `output`."""
-    sizes = QUICK if quick else Sizes()
-    known = list(kinds())
-    for kind in only:
-        if kind not in known:
-            raise BenchError(f"there is no kind of layer '{kind}'; known: {', '.join(known)}")
-    chosen = list(only) or known
-    found: dict[str, dict[str, Any]] = {}
-    rows: list[Row] = []
-    for kind in chosen:
-        print(f"{kind} ...", flush=True)
-        found[kind] = measure(kind, sizes)
-        if kind in TWINS:
-            row, times = against_steps(kind, sizes)
-            growth = found[kind]["growth_per_token"]
-            counted = found[kind]["counted_growth"]
-            work = f"{kind} layer, forward+backward, time per token at {sizes.lengths[-1]}"
-            own = Row(work, f"itself at {sizes.lengths[0]}", growth, 1.3, at_least=False, ideal=counted)
-            rows += [row, own]
-            found[kind].update(operator_seconds=times, rows=[row, own])
-        if output is not None:
-            keep(Path(output, "mixers.json"), {kind: {"environment": environment(), **found[kind]}})
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, and keep mixers.json and mixers.png in the output folder."""
+    sections = {kind: partial(measure, kind) for kind in kinds()}
+    given = begin(make_parser(__doc__, sections), argv)
+    sizes = QUICK if given.quick else Sizes()
+    found = run_sections("mixers", sections, sizes, given)
     print(f"\nOne layer, {sizes.heads} heads of {sizes.head_dim}, fp32, forward+backward")
     print(kinds_table(found, sizes))
-    if rows:
-        print(f"\n{rows_table(rows)}")
-    if quick:
-        print("\nThese are tiny sizes, to see that everything runs: the targets do not apply to them.")
-    if output is not None:
-        _plot(Path(output, "mixers.png"), found, sizes)
-    return 0
+    if path := output_file(given, "mixers.png"):
+        _plot(path, found, sizes)
 
 
 def _plot(path: Path, found: dict[str, dict[str, Any]], sizes: Sizes) -> None:
-    from .plot import Curve, time_plot
-
     curves = [
         Curve(kind, sizes.lengths, [one["training_seconds"][str(n)] for n in sizes.lengths])
         for kind, one in found.items()
     ]
     title = f"One layer, forward + backward, {sizes.heads} heads of {sizes.head_dim}, fp32, CPU"
     time_plot(path, title, "seconds", curves)
+
+
+if __name__ == "__main__":
+    main()

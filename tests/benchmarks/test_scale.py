@@ -1,23 +1,23 @@
-"""`hybrid bench scale` at tiny sizes: every number comes out."""
+"""`benchmarks/scale.py` at tiny sizes: every number comes out."""
 
 import json
 
 import pytest
 
-from hybrid.bench.ranks import Ranks
-from hybrid.bench.report import BenchError
-from hybrid.cli.main import main
+from benchmarks import scale
+from benchmarks.ranks import Ranks
 
 
 @pytest.mark.launcher
 def test_every_row_is_printed_and_kept(tmp_path, capsys):
-    assert main(["bench", "scale", "--quick", "--output", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "scale.json").read_text())
+    scale.main(["--quick", "--threads", "1", "--output", str(tmp_path)])
+    found = json.loads((tmp_path / "scale-quick.json").read_text())
     assert {name: len(section["rows"]) for name, section in found.items()} == {
         "processes": 1,
         "loop": 3,
         "sequence": 2,
         "crossing": 0,
+        "packed": 0,
     }
     assert set(found["processes"]["seconds"]) == {"ZeRO 1", "ZeRO 2", "ZeRO 3"}
     seconds = found["loop"]["seconds"]
@@ -27,6 +27,7 @@ def test_every_row_is_printed_and_kept(tmp_path, capsys):
     assert set(crossing["seconds"]) == set(crossing["bytes"]) == {"by heads", "handed on"}
     # Queries, keys, values, gates and outputs of the other rank's head, and a vector for the token shift.
     assert crossing["bytes"]["by heads"][0] == 2 * 4 * (1024 * (4 * 16 + 1) + 3 * 32)
+    assert set(found["packed"]["tokens_per_second"]) == {"together", "one by one"}
     printed = capsys.readouterr().out
     assert "A step of 2 x 64 tokens" in printed
     assert "A step on one sequence of 1,024 tokens" in printed
@@ -40,5 +41,5 @@ def test_every_row_is_printed_and_kept(tmp_path, capsys):
 def test_a_rank_that_fails_is_told():
     with Ranks(1) as one:
         assert one.call(divmod, 7, 2) == [(3, 1)]
-        with pytest.raises(BenchError, match=r"rank 0 of 1: (?s:.*)ZeroDivisionError"):
+        with pytest.raises(RuntimeError, match=r"rank 0 of 1: (?s:.*)ZeroDivisionError"):
             one.call(divmod, 7, 0)

@@ -1,8 +1,7 @@
-"""KVM attention the obvious way: chunk by chunk, autograd through every update. What the operator is measured
-against, and a second opinion on its results.
+"""KVM attention chunk by chunk, autograd through every update: the twin that benchmarks measure against.
 
-Whole chunks, as many key/value heads as query heads, values by radius, and the merge gate on merged keys and
-values only.
+Fast enough for that, and less general than `kvm_reference`: whole chunks, as many key/value heads as query
+heads, values by radius, and the merge gate on merged keys and values only.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.layers.kvm.attention import KVMSpec
+from hybrid.layers.kvm.spec import KVMSpec
 
 
 def eager_kvm(
@@ -29,7 +28,7 @@ def eager_kvm(
     front_temperature: Tensor,
     state_temperature: Tensor,
 ) -> Tensor:
-    """Arguments and result `[B, T, H, D]` as of `kvm_attention`; T a multiple of the chunk."""
+    """Attend as `kvm_attention` does; `[B, T, H, D]` throughout, T a multiple of the chunk."""
     assert q.shape == k.shape
     assert q.shape[1] % spec.chunk == 0
 
@@ -58,7 +57,7 @@ def eager_kvm(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Of a chunk over slots, older chunks and, causally, itself."""
+    """Attend from a chunk to slots, older chunks and, causally, itself."""
     hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
     hidden = hidden.triu(k.shape[2] - q.shape[2] + 1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
@@ -80,7 +79,7 @@ def _updated(
     spec: KVMSpec,
     norm: Callable[[Tensor], Tensor],
 ) -> _State:
-    """The state after a chunk `[B, H, C, D]` that adds `grow` slots."""
+    """Return the state after a chunk `[B, H, C, D]` that adds `grow` slots."""
     size = keys.shape[-1]
     merged = torch.ones_like(gate, dtype=torch.bool)
     if grow:

@@ -1,4 +1,4 @@
-"""Groups of processes that wait for functions to measure together."""
+"""Processes that wait for functions to run together, as the ranks of a training run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any, Self
 
 from hybrid.distributed.environment import free_port
 
-from .report import BenchError
-
 
 class Ranks:
     """`size` processes of one CPU thread each, joined as those of a run are; a context manager."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
         context, port = multiprocessing.get_context("spawn"), free_port()
         self._processes, self._pipes = [], []
         for rank in range(size):
@@ -29,7 +28,10 @@ class Ranks:
             self._pipes.append(ours)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """An importable function's results on every rank, in rank order; BenchError when one fails."""
+        """Call an importable function on every rank; return the results in rank order.
+
+        Raises RuntimeError with the rank's traceback when one fails.
+        """
         for pipe in self._pipes:
             pipe.send((function, arguments))
         answers = []
@@ -39,7 +41,7 @@ class Ranks:
             except EOFError:
                 good, value = False, "it ended"
             if not good:
-                raise BenchError(f"rank {rank} of {len(self._pipes)}: {value}")
+                raise RuntimeError(f"rank {rank} of {self.size}: {value}")
             answers.append(value)
         return answers
 

@@ -9,6 +9,7 @@ fewer bytes, would win.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from hybrid.distributed import world as distributed
 from hybrid.layers import Context, Site
 from hybrid.layers.context_parallel import SequenceShard
 from hybrid.layers.kvm.mixer import KVM
+from hybrid.text import columns, duration
 
+from .measure import alternate
 from .ranks import Ranks
-from .report import columns, duration
-from .timing import alternate
 
 SHARED_BY = (2, 4, 8)
 """Ranks for which bytes are shown."""
@@ -52,35 +53,32 @@ class Crossing:
         return FORMS[form](KVM.Options(num_heads=self.heads), Site(self.hidden))
 
     def bytes(self, form: str, tokens: int, size: int) -> int:
-        """Of a forward and a backward pass in fp32."""
+        """Count the bytes of a forward and a backward pass in fp32 on `size` ranks."""
         return 2 * self.layer(form).exchange_bytes(1, tokens, size, 4)
 
-
-def compare(crossing: Crossing) -> dict[str, Any]:
-    """Seconds and bytes of both forms, printed as a table."""
-    found: dict[str, dict[str, Any]] = {}
-    with Ranks(2) as ranks:
-        for tokens in crossing.lengths:
-            ranks.call(open_layers, crossing, tokens)
-            runs = {form: (lambda form=form: ranks.call(take, form)) for form in FORMS}
-            seconds = alternate(runs, rounds=crossing.rounds)
-            moved = {form: [crossing.bytes(form, tokens, size) for size in SHARED_BY] for form in FORMS}
-            found[str(tokens)] = {"seconds": seconds, "bytes": moved}
-    table = [["tokens", "", "2 ranks", *(f"MB, S={size}" for size in SHARED_BY), "handed on wins below"]]
-    for count, one in found.items():
-        for form in FORMS:
-            sizes = [f"{moved / 1e6:.1f}" for moved in one["bytes"][form]]
-            wins = _speed(one) if form == "handed on" else ""
-            table.append([f"{int(count):,}", form, duration(one["seconds"][form]), *sizes, wins])
-    print(
-        f"A KVM layer, {crossing.heads} heads of {crossing.hidden // crossing.heads}, forward and backward\n"
-        + columns(table, left={1})
-    )
-    return {"rows": [], "measured": found, "shared_by": SHARED_BY}
+    def compare(self) -> dict[str, Any]:
+        """Measure seconds and count bytes of both forms; print a table."""
+        found: dict[str, dict[str, Any]] = {}
+        with Ranks(2) as ranks:
+            for tokens in self.lengths:
+                ranks.call(open_layers, self, tokens)
+                runs = {form: partial(ranks.call, forward_backward, form) for form in FORMS}
+                seconds = alternate(runs, rounds=self.rounds)
+                moved = {form: [self.bytes(form, tokens, size) for size in SHARED_BY] for form in FORMS}
+                found[str(tokens)] = {"seconds": seconds, "bytes": moved}
+        table = [["tokens", "", "2 ranks", *(f"MB, S={size}" for size in SHARED_BY), "handed on wins below"]]
+        for count, one in found.items():
+            for form in FORMS:
+                sizes = [f"{moved / 1e6:.1f}" for moved in one["bytes"][form]]
+                wins = _speed(one) if form == "handed on" else ""
+                table.append([f"{int(count):,}", form, duration(one["seconds"][form]), *sizes, wins])
+        heads = f"{self.heads} heads of {self.hidden // self.heads}"
+        print(f"A KVM layer, {heads}, forward and backward\n" + columns(table, left={1}))
+        return {"rows": [], "measured": found, "shared_by": SHARED_BY}
 
 
 def _speed(one: dict[str, Any]) -> str:
-    """Of a link, at which the bytes that handing on saves on two ranks take the time that it costs."""
+    """Name the speed of a link at which the bytes that handing on saves on two ranks take what it costs."""
     heads, handed = (one["seconds"][form] for form in FORMS)
     more, fewer = (one["bytes"][form][0] for form in FORMS)
     if handed <= heads:
@@ -89,17 +87,18 @@ def _speed(one: dict[str, Any]) -> str:
 
 
 _opened: dict[str, Any] = {}
-"""What a process keeps between two calls."""
+"""What a rank keeps between two calls."""
 
 
 def open_layers(crossing: Crossing, tokens: int) -> None:
+    """Make both layers, and this rank's chunk of a random sequence."""
     world = distributed.start(threads=1)
     x = torch.randn(1, tokens // world.size, crossing.hidden, requires_grad=True)
     _opened.update(tokens=tokens, x=x, layers={form: crossing.layer(form) for form in FORMS})
 
 
-def take(form: str) -> None:
-    """Forward and backward."""
+def forward_backward(form: str) -> None:
+    """Run one layer on the chunk."""
     x, layer = _opened["x"], _opened["layers"][form]
     shard = SequenceShard(None, dist.get_rank(), dist.get_world_size(), _opened["tokens"])
     y, _ = layer(x, Context.of(x, want_state=False, shard=shard))
