@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ..layers.kvm import chunks, operands, walk, walk_backward
-from ..layers.kvm.slots import Slots
-from ..layers.softmax import joined, kernels
+from ..layers.kvm import slots, walk
+from ..layers.softmax import kernels
 from ..layers.softmax.kernels import Mask
 from .timing import Steps
 
-TAKE_BACK = "accumulate and read, backward"
+READ = "accumulate and read"
+READ_BACKWARD = "accumulate and read, backward"
 OTHER = "other (norms, gates, gradients of inputs)"
 
 
@@ -26,24 +26,30 @@ def kvm_steps(run: Callable[[], Any], device: torch.device | str = "cpu") -> dic
         def label(_kernel: str, *operands: Any) -> str:
             if operands[-2] is Mask.LOWER:
                 return f"attend, own chunk, {phase}"
-            state = any(name in ("join of state", TAKE_BACK) for name in steps.inside)
+            state = any(name.endswith("state") for name in steps.inside)
             return f"attend, {'state' if state else 'previous chunk'}, {phase}"
 
         return label
 
-    def join(*args: Any) -> str:
-        """The window's parts have a causal one among them."""
-        window = any(part.mask is Mask.LOWER for part in args[5])
-        return "join of window" if window else "join of state"
+    def over(what: str) -> Callable[..., str]:
+        def label(*args: Any) -> str:
+            """The window's parts have a causal one among them."""
+            window = any(part.mask is Mask.LOWER for part in args[5])
+            return f"{what} of window" if window else f"{what} of state"
+
+        return label
 
     with (
         steps.watching(
-            (chunks, "decide", "route"),
-            (operands, "contributions", "accumulate and read"),
-            (Slots, "update", "accumulate and read"),
-            (walk_backward, "slots_backward", TAKE_BACK),
-            (walk, "group_backward", "gather gradients"),
-            (joined.Joint, "add", join),
+            (walk, "route", "route"),
+            (walk, "contributions", READ),
+            (walk, "accumulate", READ),
+            (slots, "refresh", READ),
+            (walk, "_made_again", READ_BACKWARD),
+            (walk, "accumulate_backward", READ_BACKWARD),
+            (walk, "read_backward", READ_BACKWARD),
+            (walk, "attend", over("join")),
+            (walk, "attend_backward", over("gather gradients")),
             (kernels, "forward", attend("forward")),
             (kernels, "backward", attend("backward")),
         ),

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..convert.kvm_paper import kvm_options
 from ..layers import MixerState
-from ..layers.kvm.attention import KVMSpec, Routes, kvm_attention
-from ..layers.kvm.budget import Budget
+from ..layers.kvm.attention import Budget, KVMSpec, Routes, kvm_attention
 from .compare import CaseResult, Setting, fixed_limits, gradient
 from .vectors import Case, Tensors, below
 

@@ -115,7 +115,7 @@ def test_steps_are_timed_without_the_steps_inside_them(monkeypatch):
 def test_the_operators_four_steps_are_found():
     found = kvm_steps(kvm_training(QUICK, "sqrt", 128))
     expected = {"route", "accumulate and read", "join of window", "join of state"}
-    expected |= {"accumulate and read, backward", "gather gradients"}
+    expected |= {"accumulate and read, backward", "gather gradients of window", "gather gradients of state"}
     expected |= {
         f"attend, {where}, {phase}"
         for where in ("own chunk", "previous chunk", "state")
