@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Flops
+from .buffers import GrowingBuffer
 from .context import Context
 from .context_parallel import SequenceShard
 from .errors import is_count, require, require_counts
@@ -21,36 +22,6 @@ from .registry import register
 from .softmax import attention, block_window_attention
 
 
-class Rows:
-    """A buffer `[B, capacity, ...]` that decoding appends to in place; it doubles when full."""
-
-    def __init__(self) -> None:
-        self.buffer: Tensor | None = None
-        self.start = self.end = 0
-
-    def append(self, kept: Tensor, new: Tensor) -> Tensor:
-        """`kept` followed by `new` along axis 1; `kept` is what the last call returned, at first anything."""
-        count = new.shape[1]
-        buffer = self.buffer
-        if buffer is None or self.end + count > buffer.shape[1] or _frozen(buffer):
-            buffer = kept.new_empty(kept.shape[0], 2 * (kept.shape[1] + count), *kept.shape[2:])
-            buffer[:, : kept.shape[1]] = kept
-            self.buffer, self.start, self.end = buffer, 0, kept.shape[1]
-        buffer[:, self.end : self.end + count] = new
-        self.end += count
-        return buffer[:, self.start : self.end]
-
-    def keep_last(self, count: int) -> Tensor:
-        """Forget all but the last `count` rows."""
-        assert self.buffer is not None
-        self.start = self.end - count
-        return self.buffer[:, self.start : self.end]
-
-
-def _frozen(buffer: Tensor) -> bool:
-    return buffer.is_inference() and not torch.is_inference_mode_enabled()
-
-
 @dataclass
 class AttentionState(ProjectedState):
     """State of an attention mixer: keys and values that later queries may still see, in time order."""
@@ -59,11 +30,11 @@ class AttentionState(ProjectedState):
     v: Tensor | None = None
     sink_k: Tensor | None = None  # [B, sinks, G, D]: the first tokens', once the window has left them
     sink_v: Tensor | None = None
-    _rows: tuple[Rows, Rows] | None = field(default=None, init=False, repr=False, compare=False)
+    _buffers: list[GrowingBuffer] | None = field(default=None, init=False, repr=False, compare=False)
 
     def take(self) -> Self:
         taken = super().take()
-        taken._rows = self._rows  # any other copy does without, as its tensors do not lie in the buffers
+        taken._buffers = self._buffers  # any other copy does without: its tensors do not lie in the buffers
         return taken
 
 
@@ -78,28 +49,28 @@ class AttentionMixer(ProjectedMixer):
             assert context.shard is not None
             return self._attend_with_halo(heads, halo, context.shard), None
         state = state or AttentionState()
-        k, v, rows = self._append(state, heads.k, heads.v)
+        k, v, buffers = self._append(state, heads.k, heads.v)
         y = self.attend(heads.q, k, v, state, context.row_lengths)
         if not context.want_state:
             return y, None
         position = state.position + heads.q.shape[1]
         sinks = self._sinks(k, v, state, position)
         count = self.keys_kept(position)
-        k, v = (_keep_last(t, count, own) for t, own in zip((k, v), rows or (None, None), strict=True))
+        k, v = (_keep_last(t, count, own) for t, own in zip((k, v), buffers or (None, None), strict=True))
         after = AttentionState(position, *heads.shift, k, v, *sinks)
-        after._rows = rows
+        after._buffers = buffers
         return y, after
 
     def _append(
         self, state: AttentionState, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[Rows, Rows] | None]:
-        """Join cached and new keys and values; without gradients in buffers, which come third."""
+    ) -> tuple[Tensor, Tensor, list[GrowingBuffer] | None]:
+        """Cached and new keys and values, and the buffers they lie in (without gradients only)."""
         if state.k is None or state.v is None:
             return k, v, None
         if torch.is_grad_enabled() or k.shape[1] > self.longest_append():
             return torch.cat((state.k, k), 1), torch.cat((state.v, v), 1), None
-        rows = state._rows or (Rows(), Rows())
-        return rows[0].append(state.k, k), rows[1].append(state.v, v), rows
+        buffers = state._buffers or [GrowingBuffer(), GrowingBuffer()]
+        return buffers[0].append(state.k, k), buffers[1].append(state.v, v), buffers
 
     def _sinks(
         self, k: Tensor, v: Tensor, state: AttentionState, position: int
@@ -192,8 +163,8 @@ class AttentionMixer(ProjectedMixer):
         return 2 * keys * self.kv_width * element_size + self.shift_bytes(context_length, element_size)
 
 
-def _keep_last(rows: Tensor, count: int, buffer: Rows | None) -> Tensor:
-    """Keep the last `count` rows of `[B, L, ...]`, but not the memory of the others."""
+def _keep_last(rows: Tensor, count: int, buffer: GrowingBuffer | None) -> Tensor:
+    """The last `count` rows of `[B, L, ...]`, not keeping the memory of the others."""
     if buffer is not None:
         return buffer.keep_last(count)
     return rows if count == rows.shape[1] else rows[:, rows.shape[1] - count :].clone()

@@ -11,30 +11,15 @@ Shapes: B sequences, t tokens of a rank's chunk, H query heads, G key/value head
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..context_parallel import SequenceShard
 from ..parameters import always_used
-from .attention import KVMSpec, KVMState, Routes, kvm_attention
-from .enter import read_on
-
-
-class Tokens(NamedTuple):
-    """Of one call: queries `[B, t, H, D]`, keys and values `[B, t, G, D]`, gates `[B, t, G]` or None."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor | None
-
-    def split(self, lengths: Sequence[int]) -> list[Tokens]:
-        gates = [None] * len(lengths) if self.gate is None else self.gate.split(list(lengths), 1)
-        parts = (x.split(list(lengths), 1) for x in self[:3])
-        return [Tokens(*some) for some in zip(*parts, gates, strict=True)]
+from .attention import KVMSpec, KVMState, Routes, advance_state, kvm_attention
+from .contributions import Tokens
 
 
 def handed_numbers(spec: KVMSpec, position: int, batch: int, heads: int, size: int) -> int:
@@ -45,7 +30,13 @@ def handed_numbers(spec: KVMSpec, position: int, batch: int, heads: int, size: i
 
 
 def cut_attention(
-    tokens: Tokens, shard: SequenceShard, spec: KVMSpec, *, routes: list[Routes] | None, **settings: Any
+    q: Tensor,
+    tokens: Tokens,
+    shard: SequenceShard,
+    spec: KVMSpec,
+    *,
+    routes: list[Routes] | None,
+    **settings: Any,
 ) -> tuple[Tensor, list[Routes]]:
     """`kvm_attention` for this rank's chunk.
 
@@ -68,17 +59,18 @@ def cut_attention(
             calls[-1].append(length)
         else:
             calls.append([length])
-    parts = tokens.split([sum(lengths) for lengths in calls])
+    sizes = [sum(lengths) for lengths in calls]
+    parts = tokens.split(sizes)
 
     state, last, handed = _pass_on(parts[-1], shard, spec, hands_on, len(calls) == 1, replay[-1:], settings)
     outputs, made = [], []
-    for index, (part, lengths) in enumerate(zip(parts, calls, strict=True)):
+    for index, (own_q, part, lengths) in enumerate(zip(q.split(sizes, 1), parts, calls, strict=True)):
         known = handed if index == len(calls) - 1 and handed else replay[index] if replay else None
         start = state if index == 0 else None
         # After the attention's backward, as that is when the states' gradients may be waited for.
-        q = always_used(part.q, last) if index == 0 else part.q
+        own_q = always_used(own_q, last) if index == 0 else own_q
         y, _, own = kvm_attention(
-            q, *part[1:], spec=spec, state=start, lengths=lengths if len(lengths) > 1 else (), routes=known,
+            own_q, *part, spec=spec, state=start, lengths=lengths if len(lengths) > 1 else (), routes=known,
             want_state=False, **settings,
         )  # fmt: skip
         outputs.append(y)
@@ -110,8 +102,8 @@ def _pass_on(
     for step in range(shard.size - 1):
         if step == shard.rank and hands_on:
             begin = state.fork() if state is not None and same else KVMState.empty(tokens.k, spec.gated)
-            after, made = read_on(
-                *tokens[1:], spec=spec, state=begin, routes=replay[0] if replay else None,
+            after, made = advance_state(
+                *tokens, spec=spec, state=begin, routes=replay[0] if replay else None,
                 norm_weight=settings["norm_weight"], norm_bias=settings["norm_bias"],
             )  # fmt: skip
             moving = always_used(_packed(after, wide), moving)  # even where a document begins here

@@ -19,9 +19,10 @@ from ..norms import LayerNorm, compute_dtype
 from ..parameters import always_used, initialise, ordered_gradients
 from ..projections import Projected, ProjectedMixer, ProjectedState
 from ..registry import register
-from .attention import KVMSpec, KVMState, kvm_attention
-from .budget import MODES, Budget
-from .hand_off import Tokens, cut_attention, handed_numbers
+from .attention import Budget, KVMSpec, KVMState, kvm_attention
+from .contributions import Tokens
+from .hand_off import cut_attention, handed_numbers
+from .spec import MODES
 
 
 @dataclass
@@ -183,7 +184,7 @@ class KVM(ProjectedMixer):
         operator: KVMState | None = None
         made: Any
         if context.shard is not None and not self._by_heads(context):
-            y, made = cut_attention(Tokens(q, k, v, gate), context.shard, **settings)
+            y, made = cut_attention(q, Tokens(k, v, gate), context.shard, **settings)
         else:
             settings |= {"lengths": context.row_lengths, "want_state": context.want_state}
             start = None if state is None else state.operator

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention import Rows
+from ..buffers import GrowingBuffer
 from ..errors import LayerError
 from ..norms import compute_dtype
 from ..softmax import Mask, Part, attention
@@ -39,7 +39,7 @@ class OVQState(MixerState):
     counts: Tensor  # [B, H, M, 1], in fp32 or wider
     pending_k: Tensor  # [B, P, H, D], normalised
     pending_v: Tensor  # [B, P, H, D]
-    _rows: tuple[Rows, Rows] | None = field(default=None, init=False, repr=False, compare=False)
+    _rows: list[GrowingBuffer] | None = field(default=None, init=False, repr=False, compare=False)
     _read: tuple[Tensor, Tensor] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
@@ -83,7 +83,7 @@ class OVQState(MixerState):
             )
             self._rows = None
             return
-        self._rows = self._rows or (Rows(), Rows())
+        self._rows = self._rows or [GrowingBuffer(), GrowingBuffer()]
         self.pending_k = self._rows[0].append(self.pending_k, k)
         self.pending_v = self._rows[1].append(self.pending_v, v)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid.layers import LayerError
-from hybrid.layers.kvm import groups
+from hybrid.layers.kvm import chunks
 from hybrid.layers.kvm.attention import Budget, KVMSpec, Routes, kvm_attention
 
 from ...parity.kvm_reference import reference
@@ -296,7 +296,7 @@ def test_groups_of_chunks_equal_all_at_once(spec, monkeypatch):
         leaves = inputs(110, batch=1 if more else 2)
         y, state, _ = run(leaves, spec, **more)
         want = gradients(leaves, y)
-        monkeypatch.setattr(groups, "GROUP_CHUNKS", 2)
+        monkeypatch.setattr(chunks, "GROUP_CHUNKS", 2)
         again, other, _ = run(leaves, spec, **more)
         close([again], [y], 1e-12)
         close(gradients(leaves, again), want, 1e-11)
