@@ -162,7 +162,7 @@ class _Loader(yaml.BaseLoader):
 
 
 def _plain(node: yaml.Node, key: str, lines: Lines) -> Any:
-    """A node's texts, lists and tables."""
+    """Convert a node to texts, lists and tables; `lines` takes the keys."""
     if isinstance(node, yaml.ScalarNode):
         if node.style is None and node.value in _NULL:
             return None

@@ -44,9 +44,7 @@ def raising(error):
     return run
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["launch", "--help"]]
-)
+@pytest.mark.parametrize("arguments", ["--help", "--version", "generate --help", "launch --help"])
 def test_help_and_version_import_nothing_heavy(arguments):
     code = (
         "import sys; from hybrid.cli.main import main\n"
