@@ -53,6 +53,7 @@ def test_yaml_tags_and_aliases_are_refused(write, tmp_path):
 def test_keys_written_twice_are_refused(write, base):
     path = write(BASE + "monitor:\n  log_every: 5\n  log_every: 6\n")
     assert refused(path) == ["monitor.log_every (mine.yaml:11): written twice"]
+    assert refused(write("base: base.yaml\nbase: base.yaml\n")) == ["base (mine.yaml:2): written twice"]
     path = write('{"base": "base.yaml",\n"train": {"seed": 1,\n"seed": 2}}', "mine.json")
     assert refused(path) == ["train.seed (mine.json:3): written twice"]
 
