@@ -1,18 +1,7 @@
 """What goes wrong, for people: one base class, an exit code each, and an error in a few words."""
 
-from hybrid.layers.errors import LayerError, UserError
-
-__all__ = [
-    "LOST_EXIT_CODE",
-    "STOPPED_EXIT_CODE",
-    "DataError",
-    "LaunchError",
-    "LayerError",
-    "LostError",
-    "TrainError",
-    "UserError",
-    "words",
-]
+from hybrid.layers.errors import LayerError as LayerError
+from hybrid.layers.errors import UserError as UserError
 
 STOPPED_EXIT_CODE = 75
 """Asked to stop (SIGTERM) and saved: the same command goes on from there (EX_TEMPFAIL)."""

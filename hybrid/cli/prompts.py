@@ -19,7 +19,7 @@ class PromptError(UserError):
 
 
 def read_prompts(texts: Sequence[str], file: str | None, separator: str | None) -> list[str]:
-    """The prompts of one call: `texts` ("-" is standard input without its last newline), then `file`'s.
+    """Collect a call's prompts: `texts` ("-" is standard input without its last newline), then `file`'s.
 
     A file holds one prompt a line, blank lines skipped. With `separator` its prompts may span lines and stand
     between lines that read exactly `separator`. Without texts and file there is one empty prompt.
@@ -47,7 +47,7 @@ def _decode(data: bytes, name: str) -> str:
 
 
 def split_prompts(text: str, separator: str | None) -> list[str]:
-    """The prompts in a file's text, see `read_prompts`; a carriage return at a line's end is dropped."""
+    """Split a file's text into prompts, see `read_prompts`; a carriage return at a line's end is dropped."""
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     if separator is None:
         return [line for line in lines if line.strip()]
@@ -92,14 +92,14 @@ class Printer:
         self._open()
 
     def text(self, prompt: int, sample: int, text: str) -> None:
-        """More of one continuation."""
+        """Show more of one continuation, or keep it until its turn."""
         if (prompt, sample) == self._waiting[0]:
             self._write(text)
         else:
             self._held[prompt, sample] += text
 
     def end(self, continuation: Continuation) -> None:
-        """One continuation is complete."""
+        """Close a continuation that is complete; later ones move up."""
         self._ended.add((continuation.prompt, continuation.sample))
         while self._waiting and self._waiting[0] in self._ended:
             self._write("\n")

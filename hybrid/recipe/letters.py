@@ -112,7 +112,7 @@ class LayerTable:
             self.problems.append(problem)
 
     def _site(self, letter: str) -> layers.Site:
-        """The place of the letter's first layer, or of a model's first."""
+        """Name the place of the letter's first layer; of the model's first where the pattern has none."""
         index = self.letters.index(letter) if letter in self.letters else 0
         return layers.Site(self.model.hidden_size, index, max(1, len(self.letters)))
 
@@ -178,14 +178,14 @@ class LayerTable:
             self._problem(f"layers.{letter}", f"({kind}) {error}")
 
     def _check_defaults(self) -> None:
-        """A default that no kind has is a slip of the pen; one for a kind not in this pattern is not."""
+        """Refuse a default that no kind has; one for a kind that is not in the pattern may stand."""
         known = {name for mixer in layers.kinds().values() for name in option_types(mixer.Options)}
         for name in self.model.defaults:
             if name not in known:
                 self._problem(f"defaults.{name}", f"no kind of layer has this option{_nearest(name, known)}")
 
     def _check_sites(self) -> None:
-        """What the kinds refuse: options that do not fit the hidden size, unequal shared values."""
+        """Refuse what the kinds do: options that do not fit the hidden size, unequal shared values."""
         widths: dict[str, tuple[str, int]] = {}
         for letter in sorted(self.specs, key=lambda letter: self._site(letter).layer):
             kind, options = self.specs[letter].kind, self.specs[letter].options
@@ -208,7 +208,7 @@ class LayerTable:
 
 
 def option_types(options: type) -> dict[str, Any]:
-    """Option name -> declared type."""
+    """Map the names of options to their declared types."""
     hints = typing.get_type_hints(options)
     return {field.name: hints[field.name] for field in dataclasses.fields(options) if field.init}
 

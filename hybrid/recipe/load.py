@@ -156,7 +156,7 @@ def _nearest_key(name: str, siblings: Collection[str], section: str) -> str:
 
 
 def _idle_defaults(text: RecipeText, table: LayerTable) -> Iterator[Problem]:
-    """A default given on the command line that every letter overrides would be ignored in silence."""
+    """Find defaults given on the command line that every letter overrides: they would do nothing."""
     for key, place in sorted(text.places.items()):
         section, _, name = key.rpartition(".")
         if place == COMMAND_LINE and section == "model.defaults" and name not in table.used_defaults:
@@ -178,7 +178,7 @@ _Dumper.add_representer(
 
 
 def _tree(value: Any) -> Any:
-    """Plain tables that `load` reads back to an equal recipe: literal "${" escaped."""
+    """Convert a recipe to plain tables that `load` reads back to an equal one: literal "${" escaped."""
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, dict):

@@ -89,7 +89,7 @@ class RecipeText:
         elif base is not None:
             raise RecipeError([f"base ({path.name}): expected the name of one recipe file"], path.name)
         self.tables.append(table)
-        self.places |= {key: f"{path.name}:{at[-1]}" for key, at in lines.items() if key != "base"}
+        self.places |= {key: f"{path.name}:{at[-1]}" for key, at in lines.items()}
         twice = [key for key, at in lines.items() if len(at) > 1]
         self.problems += [f"{key} ({self.places[key]}): written twice" for key in twice]
 
@@ -162,7 +162,7 @@ class _Loader(yaml.BaseLoader):
 
 
 def _plain(node: yaml.Node, key: str, lines: Lines) -> Any:
-    """A node's texts, lists and tables."""
+    """Convert a node to texts, lists and tables; `lines` takes the keys."""
     if isinstance(node, yaml.ScalarNode):
         if node.style is None and node.value in _NULL:
             return None

@@ -35,7 +35,7 @@ def batch_geometry(recipe: Recipe, world_size: int) -> Geometry:
 
 
 def check(recipe: Recipe, world_size: int | None = None) -> None:
-    """RecipeError with everything wrong with a recipe that was made or changed in code."""
+    """Raise RecipeError with everything wrong with a recipe that was made or changed in code."""
     found, _ = examine(recipe, world_size)
     if found:
         raise RecipeError(found)
@@ -73,7 +73,7 @@ def examine(
 
 
 def _bounds(section: Any, key: str, faulty: Collection[str]) -> Iterator[Problem]:
-    """Values left open, out of their bounds or not offered, apart from what could not be read at all."""
+    """Find values left open, out of their bounds or not offered; `faulty` keys have no value to look at."""
     kinds = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
         value, inner = getattr(section, field.name), join(key, field.name)
@@ -91,7 +91,7 @@ def _bounds(section: Any, key: str, faulty: Collection[str]) -> Iterator[Problem
 
 
 def _agreements(recipe: Recipe) -> Iterator[Problem]:
-    """What keys say against one another, apart from the batch and the layers."""
+    """Find keys that contradict one another, apart from the batch and the layers."""
     train, data = recipe.train, recipe.data
     if train.precision == "bf16" and recipe.parallel.zero_stage == 0:
         yield Problem(
@@ -150,7 +150,7 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _geometry(recipe: Recipe, world_size: int | None) -> Geometry | Problem:
-    """The batch arithmetic, or what does not divide: for None what no number of processes can put right."""
+    """Divide the batch, or say what does not divide: for None what no number of processes can put right."""
     sequence, batch, micro = recipe.parallel.sequence, recipe.train.batch_size, recipe.train.micro_batch_size
     if world_size is None:
         if micro is not None and batch % micro:

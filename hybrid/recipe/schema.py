@@ -27,10 +27,8 @@ class Bounds:
         if self.choices is not None and value not in self.choices:
             reason = f". {self.reasons[value]}" if value in self.reasons else ""
             return f"{value!r} is not offered; allowed: {', '.join(map(str, self.choices))}{reason}"
-        too_small = (self.least is not None and value < self.least) or (
-            self.above is not None and value <= self.above
-        )
-        if not too_small and (self.most is None or value <= self.most):
+        enough = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
+        if enough and (self.most is None or value <= self.most):
             return None
         allowed = f"{self.least} or more" if self.above is None else f"more than {self.above}"
         return f"is {value}; allowed: {allowed}" + (f", up to {self.most}" if self.most is not None else "")

@@ -44,7 +44,7 @@ def test_files_without_prompts_and_bytes_that_are_no_text_are_refused(tmp_path):
 
 
 def test_a_dash_reads_standard_input_whole_but_for_the_last_newline():
-    code = "from hybrid.terminal import read_prompts; print(ascii(read_prompts(['x', '-'], None, None)))"
+    code = "from hybrid.cli.prompts import read_prompts; print(ascii(read_prompts(['x', '-'], None, None)))"
     given = " zwei\n\tZeilen é\n\n".encode()
     done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, timeout=60)
     assert done.stdout.decode().strip() == ascii(["x", " zwei\n\tZeilen é\n"])

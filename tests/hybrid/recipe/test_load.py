@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("two_kinds")
 
 
 def test_all_open_unresolvable_and_circular_values_are_listed_together(write):
-    """T060"""
+    """omry/omegaconf#1175, #1263, #442"""
     path = write(
         "model:\n  pattern: K\n  hidden_size: ${train.stepz}\n"
         "data: {folder: '???', sources: {a: {weight: 1}}}\n"
@@ -83,7 +83,7 @@ def test_a_table_that_refers_to_itself_is_refused(write, base):
     ],
 )
 def test_unknown_keys_are_refused_with_the_nearest(base, override, words):
-    """T061"""
+    """omry/omegaconf#689"""
     (problem,) = refused(base, override)
     assert problem.startswith(("override", override[:5]))
     assert "command line" in problem or "override" in problem
@@ -139,7 +139,7 @@ def test_everything_wrong_is_listed_at_once(base):
 
 
 def test_a_saved_recipe_holds_pattern_list_and_table_that_agree(base, tmp_path):
-    """T042: read by plain YAML and JSON readers"""
+    """NVIDIA/Model-Optimizer#1377: read by plain YAML and JSON readers."""
     recipe = load(base, ["model.layers.K.chunk=128"])
     for name, read in (("saved.yaml", yaml.safe_load), ("saved.json", json.loads)):
         save(recipe, tmp_path / name)
@@ -183,6 +183,6 @@ def test_recipes_are_listed_as_equal_only_when_they_are(base):
     ],
 )
 def test_any_key_left_open_is_refused(base, key, kind):
-    """T060: also one that has a default, which must not be taken in silence."""
+    """omry/omegaconf#1263: also one that has a default, which must not be taken in silence."""
     (problem,) = refused(base, f"{key}=???")
     assert problem == f"{key} (command line): needs a value: {kind}"

@@ -25,7 +25,7 @@ from hybrid.recipe.pattern import DEFAULT_LETTERS, PatternError, compress, expan
     ],
 )
 def test_patterns_expand_as_written(pattern, letters):
-    """T041: white space is allowed, also a trailing newline."""
+    """White space is allowed, also a trailing newline."""
     assert "".join(expand(pattern)) == letters
 
 
@@ -55,7 +55,7 @@ def test_patterns_expand_as_written(pattern, letters):
     ],
 )
 def test_faults_are_shown_with_a_caret(pattern, column, words):
-    """T041: the letter, its position and the legal letters; nothing is guessed."""
+    """huggingface/transformers#45300: the letter, its position and the legal letters; nothing is guessed."""
     with pytest.raises(PatternError) as caught:
         expand(pattern, {"K", "F", "W"})
     problem, shown, caret = str(caught.value).split("\n")

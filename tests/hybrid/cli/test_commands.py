@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from hybrid.processor import keep_freed_memory
+from hybrid.cli.commands import keep_freed_memory
 
 def page_faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
