@@ -81,7 +81,7 @@ def start(plan: Plan, node_rank: int | None) -> NoReturn:
 
 
 def _refuse_busy_port(name: str, port: int | None) -> None:
-    """LaunchError when `name` is this machine and something listens on the port already."""
+    """Raise LaunchError when `name` is this machine and something listens on the port already."""
     try:
         family, _, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
@@ -94,7 +94,7 @@ def _refuse_busy_port(name: str, port: int | None) -> None:
 
 
 def require_addresses(names: Iterable[str], seconds: float = RESOLVE_SECONDS) -> None:
-    """LaunchError naming those that have no network address, after at most `seconds`."""
+    """Raise LaunchError naming those that have no network address, after at most `seconds`."""
     problems: dict[str, str | None] = dict.fromkeys(names, f"no answer within {seconds:g} s")
 
     def look_up(name: str) -> None:
@@ -117,9 +117,11 @@ def require_addresses(names: Iterable[str], seconds: float = RESOLVE_SECONDS) ->
 
 
 def _check_ssh(hosts: Sequence[str]) -> None:
-    """LaunchError for what would fail when some hosts have started, or as a traceback: a program that is
-    missing, a host that ssh does not reach, a folder that cannot be named in the command, a line of
-    `.deepspeed_env` that DeepSpeed cannot read."""
+    """Raise LaunchError for what would fail when some hosts have started, or as a traceback.
+
+    That is a program that is missing, a host that ssh does not reach, a folder that cannot be named in the
+    command, and a line of `.deepspeed_env` that DeepSpeed cannot read.
+    """
     for program in ("pdsh", "ssh"):
         if shutil.which(program) is None:
             raise LaunchError(

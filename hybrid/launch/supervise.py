@@ -1,8 +1,8 @@
 """Supervision of a launcher: SIGTERM reaches the processes that train, and their exit code comes back.
 
 DeepSpeed's launcher dies of SIGTERM and leaves behind what it started, which trains on; torchrun kills after
-thirty seconds. So the launcher is not told: the processes that train are, they save and end, and it with
-them. Imports nothing heavy, as it stays for the whole run.
+thirty seconds. So the processes that train get the signal, and not the launcher: they save and end, and it
+with them. Imports nothing heavy, as it stays for the whole run.
 """
 
 from __future__ import annotations
