@@ -74,7 +74,7 @@ class _Config(dict[str, Any]):
         return bool(value)
 
     def refuse(self, switches: Mapping[str, str]) -> None:
-        """NotSupported when one of these is on."""
+        """Raise NotSupported when one of these is on."""
         for key, meaning in switches.items():
             if self.flag(key):
                 raise NotSupported(f"{key} is {self[key]}: {meaning} are not supported; only 0 is")
@@ -185,7 +185,7 @@ def _layer(values: _Config, letter: str, prefix: str) -> dict[str, Any]:
 
 
 def _refuse_modes(values: _Config, letter: str) -> None:
-    """NotSupported for other forms of value residual and token shift, which no published config has."""
+    """Raise NotSupported for other forms of value residual and token shift, which no published config has."""
     own = {"K": "kvm", "F": "gptalpha", "B": "gptalpha", "W": "swa", "Q": "ovq"}.get(letter)
     for key in (f"{own}_value_residual_mode", f"{own}_token_shift_mode"):
         if values.get(key, "rwkv") != "rwkv":

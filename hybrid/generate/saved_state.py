@@ -67,7 +67,7 @@ class SavedState:
             raise StateError(f"{path}: the state is damaged ({type(error).__name__}: {error})") from error
 
     def refuse_other(self, model: HybridLM, tokenizer: Tokenizer) -> None:
-        """StateError unless the state was made with these weights and this tokenizer."""
+        """Raise StateError unless the state was made with these weights and this tokenizer."""
         self.state.refuse_other(model.layout, 1)
         if self.tokenizer != tokenizer.fingerprint:
             raise StateError(

@@ -168,7 +168,7 @@ def _each(state: Any, packed: bool, name: str) -> Any:
 
 
 def build_mixers(model: ModelSection, layers: list[LayerSpec]) -> list[Mixer]:
-    """Build the mixers in order, each told whether it is the one of its kind that shares its values."""
+    """Build the mixers in order, the one of each kind that shares its values marked as such."""
     classes = [mixer_class(spec.kind) for spec in layers]
     sharing = _sharing_layers(model, layers, classes)
     mixers: list[Mixer] = []

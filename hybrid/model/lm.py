@@ -166,7 +166,7 @@ class HybridLM(nn.Module):
             self._refuse_outside("labels", labels)
 
     def _refuse_outside(self, name: str, values: Tensor) -> None:
-        """ModelError naming the first id, or counted label, that the vocabulary does not have."""
+        """Raise ModelError naming the first id, or counted label, that the vocabulary does not have."""
         outside = (values < 0) | (values >= self.vocab_size)
         if name == "labels":
             outside &= values != IGNORE

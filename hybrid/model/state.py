@@ -81,7 +81,7 @@ class HybridState:
         return self.map(lambda t: t.clone())
 
     def refuse_other(self, layout: tuple[str, ...], batch: int) -> None:
-        """StateError unless the state belongs to a model of this layout and a batch of this size."""
+        """Raise StateError unless the state belongs to a model of this layout and a batch of this size."""
         if self.layout != layout:
             raise StateError("the state is another model's: " + _difference(self.layout, layout))
         for layer in self.layers:
@@ -155,7 +155,7 @@ class HybridState:
 
 
 def _refuse_unlike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """StateError unless the tensors differ in batch and values only."""
+    """Raise StateError unless the tensors differ in batch and values only."""
     for name in sorted(wanted.keys() | found.keys()):
         pair = (found.get(name), wanted.get(name))
         like = [None if x is None else (*x.shape[1:], x.dtype, x.device) for x in pair]

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from hybrid.errors import LaunchError
-from hybrid.launch.hosts import Host, first, read_hostfile, require_addresses, select
+from hybrid.launch.hosts import Host, first, read_hostfile, select
+from hybrid.launch.start import require_addresses
 
 POOL = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1)), Host("10.0.0.7", (0,))]
 
@@ -102,10 +103,10 @@ def test_filters_choose_hosts_and_slots_in_the_hostfiles_order():
         ("localhost:0,0", "slot 0 is named twice"),
         ("localhost:8", "localhost has no slot 8 (it has 0-7)"),
         ("localhost@localhost:1", "localhost is named twice"),
-        ("localhots", "there is no host 'localhots' (did you mean 'localhost'?)"),
+        ("localhots", "there is no host 'localhots'; did you mean localhost?"),
         ("localhost@", "'' is not a host's name"),
         (":0", "'' is not a host's name"),
-        ("zebra", "there is no host 'zebra' (known: localhost)"),
+        ("zebra", "there is no host 'zebra'; known: localhost"),
     ],
 )
 @pytest.mark.parametrize("option", ["include", "exclude"])

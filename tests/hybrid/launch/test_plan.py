@@ -10,7 +10,7 @@ import pytest
 
 from hybrid.cli.main import main
 from hybrid.errors import LaunchError
-from hybrid.launch import hosts
+from hybrid.launch import start
 from hybrid.launch.hosts import Host
 from hybrid.launch.plan import Request, plan
 from hybrid.launch.report import commands, layout
@@ -184,7 +184,7 @@ def test_many_commands_are_shortened():
 
 def test_a_dry_run_starts_nothing_and_shows_everything(hostfile, capsys, monkeypatch):
     monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("started"))
-    monkeypatch.setattr(hosts, "require_addresses", lambda *_: pytest.fail("looked up"))
+    monkeypatch.setattr(start, "require_addresses", lambda *_: pytest.fail("looked up"))
     arguments = ["debug", "train.batch_size=24", "--hostfile", hostfile, "--dry-run"]
     assert main(["launch", *arguments]) == 0
     said = capsys.readouterr().out
