@@ -3,7 +3,7 @@
     model.safetensors          the weights: `NAME`
     optimizer.safetensors      the optimizer's state: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`
 
-Beyond FILE_BYTES they are cut at tensors, as is usual: `model-00001-of-00003.safetensors` ... with an index.
+Beyond FILE_BYTES there are several files, as is usual: `model-00001-of-00003.safetensors` ... with an index.
 What lies where depends on the model alone, never on processes, ZeRO stage or ranks per sequence: any number
 of processes at any stage can write these files and read them.
 """
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
     parameter: str
     key: str
-    """Of the optimizer's state; empty for the weight itself."""
+    """Name in the optimizer's state; empty for the weight itself."""
     shape: tuple[int, ...]
     offset: int
     """Elements before it in the file."""

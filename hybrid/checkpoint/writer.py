@@ -30,7 +30,7 @@ from .folder import MANIFEST, TRAINER, CheckpointFolder, Origin, Progress, tag_n
 from .tensor_files import INDEX, TensorFile
 from .zero_state import ZeroState
 
-PATIENCE = 60.0
+SAVE_TIMEOUT = 60.0
 """Seconds that a save waits at most for the one before it; then it is left out."""
 
 Sums = dict[str, dict[str, Any]]
@@ -38,7 +38,7 @@ Sums = dict[str, dict[str, Any]]
 
 
 class Log(Protocol):
-    """Where is told what became of a save: `hybrid.train.metrics.Metrics`."""
+    """Takes messages and values: `hybrid.train.metrics.Metrics`."""
 
     def say(self, text: str) -> None: ...
     def write(self, step: int, values: dict[str, float]) -> None: ...
@@ -91,10 +91,10 @@ class Writer:
     def begin(self, progress: Progress, *, no_timeout: bool = False) -> None:
         """Take the state as it is now, and start to write it.
 
-        `no_timeout`: wait for the save before this one however long it takes, not just PATIENCE.
+        `no_timeout`: wait for the save before this one however long it takes, not just SAVE_TIMEOUT.
         """
         began, step = time.perf_counter(), progress.step
-        if self._save is not None and not self._settle(None if no_timeout else PATIENCE):
+        if self._save is not None and not self._settle(None if no_timeout else SAVE_TIMEOUT):
             waited = time.perf_counter() - self._save.began
             self.begun_step = step
             self._fail(
@@ -150,7 +150,7 @@ class Writer:
     def close(self) -> None:
         """Finish what this rank is writing, when training ends by an error."""
         if self._save is not None and self._save.job is not None:
-            concurrent.futures.wait([self._save.job], PATIENCE)
+            concurrent.futures.wait([self._save.job], SAVE_TIMEOUT)
 
     def _settle(self, seconds: float | None) -> bool:
         """Wait for the save on its way; returns whether it is over."""

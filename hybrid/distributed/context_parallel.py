@@ -52,7 +52,7 @@ class SequenceRanks:
     rank: int = 0
     size: int = 1
     sent: Counter[str] = field(default_factory=Counter)
-    """Bytes this rank has sent to share sequences, by operation."""
+    """Operation -> bytes this rank has sent to the others by it."""
 
     @classmethod
     def join(cls, world: World, size: int) -> Self:

@@ -60,14 +60,15 @@ class StopSignals(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         step, signals = run.progress.step, self._signals
+        last = step == run.recipe.train.steps
         asked_to_stop, asked_to_save = run.world.gather_numbers([signals.stop, signals.save]).any(0)
         signals.save = False
-        if asked_to_stop and step < run.recipe.train.steps:
+        if asked_to_stop and not last:
             save(run, no_timeout=True)
             wait_saved(run)
             stop(run, f"after step {step}; the same command goes on from there")
         if asked_to_save:
-            save(run)
+            save(run, no_timeout=last)
 
     def _leave_step_if_asked(self, run: Run) -> None:
         """Keep what there was before the step, which is to be taken again."""

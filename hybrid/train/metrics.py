@@ -2,8 +2,8 @@
 
 Only the main rank writes. metrics.jsonl is append-only, one JSON object a line with `step`, `run` (one id
 per start of the command) and values under the same names as in TensorBoard; after resuming an older step
-both versions of a step stay there, and `read_metrics` gives the later one. TensorBoard's files are cut back
-to the resumed step, so that a curve has one value per step whatever reads it.
+both versions of a step stay there, and `read_metrics` gives the later one. TensorBoard's files lose what is
+beyond the resumed step, so that a curve has one value per step whatever reads it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Metrics:
         self._events: SummaryWriter | None = None
         if not main:
             return
-        cut = _is_cut(folder / "metrics.jsonl")
+        truncated = _is_truncated(folder / "metrics.jsonl")
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        if cut:
+        if truncated:
             self._metrics.write("\n")
         if section.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            cut_events(folder / "tensorboard", step)
+            drop_events(folder / "tensorboard", step)
             self._events = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -94,7 +94,7 @@ class Metrics:
             self._disk_failed = True
 
 
-def _is_cut(path: Path) -> bool:
+def _is_truncated(path: Path) -> bool:
     """Tell whether a file's last line was left unfinished, by a crash."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
@@ -103,7 +103,7 @@ def _is_cut(path: Path) -> bool:
         return file.read() != b"\n"
 
 
-def cut_events(folder: Path, step: int) -> None:
+def drop_events(folder: Path, step: int) -> None:
     """Drop events after `step` from the TensorBoard files in `folder`."""
     if not folder.is_dir():
         return
@@ -126,7 +126,7 @@ def read_metrics(run: Path | str, *, every_run: bool = False) -> list[dict[str, 
     """Read the lines of a run's metrics.jsonl by step, those of one step merged into one dict.
 
     Where a step was trained twice (resumed from before it) the later run's values stand; `every_run` gives
-    one dict per step and run instead. Lines cut off by a crash are left out.
+    one dict per step and run instead. Lines that a crash left unfinished are left out.
     """
     merged: dict[Any, dict[str, Any]] = {}
     for line in Path(run, "metrics.jsonl").read_bytes().split(b"\n"):

@@ -30,7 +30,7 @@ class StepResult:
     tokens: int
     """Ids read."""
     checksum: int
-    """Of the ids read, whatever rank and micro-batch they were in."""
+    """Sum over the ids read, whatever rank and micro-batch they were in; see `checksum_of`."""
     waited: float
     """Seconds the slowest rank waited for data."""
     bad_ranks: tuple[int, ...]

@@ -94,7 +94,7 @@ def peak_flops(section: MonitorSection, device: torch.device, precision: str) ->
         return section.peak_tflops * 1e12
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        known = [peak for (part, kind), peak in PEAK_TFLOPS.items() if part in name and kind == precision]
+        known = [peak for (gpu, kind), peak in PEAK_TFLOPS.items() if gpu in name and kind == precision]
         return known[0] * 1e12 if known else None
     size, best = 512, math.inf
     a = torch.ones(size, size)

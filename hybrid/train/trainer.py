@@ -66,7 +66,7 @@ class Summary:
     seconds: float
     """This call, all in."""
     peak_memory_bytes: int
-    """Of the process that needed most."""
+    """Peak of the process that needed most."""
     samples: tuple[str, ...]
     """train.prompts with their continuations."""
 

@@ -217,7 +217,7 @@ def test_training_goes_on_while_a_slow_disk_is_written(
         return true_write(*args)
 
     monkeypatch.setattr(tensor_files, "write", write)
-    monkeypatch.setattr("hybrid.checkpoint.writer.PATIENCE", 0.05)
+    monkeypatch.setattr("hybrid.checkpoint.writer.SAVE_TIMEOUT", 0.05)
     writer, monitor = begin(three, 40)
     writer.advance()
     assert monitor.values["checkpoint/stall_seconds"] < 1
