@@ -55,7 +55,7 @@ def in_parts(across: AcrossRanks, tokens: dict[str, Tensor], size: int, whole: t
     shards = [SequenceShard(None, rank, size, T, whole) for rank in range(size)]
     dtype = next(iter(tokens.values())).dtype
     parts = [
-        across.part(
+        across.from_zero(
             {name: x[:, shard.span] for name, x in tokens.items()}, shard.lengths, shard.continues, dtype
         )
         for shard in shards
