@@ -118,8 +118,8 @@ class SequenceShard:
 
         The gradient of `x` is the sum of what all ranks give their copies of it.
         """
+        counts = dict.fromkeys(range(self.size), x.numel())
         flat = x.expand(self.size, *x.shape).flatten()
-        counts = [x.numel()] * self.size
         return self._exchange("gather", flat, counts, counts).view(self.size, *x.shape)
 
     def earlier(self, x: Tensor) -> Tensor:
@@ -127,25 +127,19 @@ class SequenceShard:
 
         The gradient of `x` is the sum of what all later ranks give their copies of it.
         """
-        later = self.size - 1 - self.rank
-        sends = [0] * (self.rank + 1) + [x.numel()] * later
-        receives = [x.numel()] * self.rank + [0] * (later + 1)
-        y = self._exchange("earlier", x.expand(later, *x.shape).flatten(), sends, receives)
+        earlier, later = range(self.rank), range(self.rank + 1, self.size)
+        sends, receives = (dict.fromkeys(ranks, x.numel()) for ranks in (later, earlier))
+        y = self._exchange("earlier", x.expand(len(later), *x.shape).flatten(), sends, receives)
         return y.view(self.rank, *x.shape)
 
     def previous(self, x: Tensor) -> Tensor:
         """Get `x` (one shape on all ranks) of the previous rank; zeros on the first rank."""
-        sends, receives = [0] * self.size, [0] * self.size
-        flat = x.flatten()
-        if self.rank + 1 < self.size:
-            sends[self.rank + 1] = x.numel()
-        else:
-            flat = flat[:0]
-        if self.rank > 0:
-            receives[self.rank - 1] = x.numel()
-        y = self._exchange("previous", flat, sends, receives)
+        last, count = self.rank + 1 == self.size, x.numel()
+        sends = {} if last else {self.rank + 1: count}
+        receives = {self.rank - 1: count} if self.rank else {}
+        y = self._exchange("previous", x.flatten()[: 0 if last else count], sends, receives)
         if self.rank == 0:
-            y = torch.cat((y, y.new_zeros(x.numel())))
+            y = torch.cat((y, y.new_zeros(count)))
         return y.view(x.shape)
 
     def hand_on(self, step: int, x: Tensor, count: int) -> Tensor:
@@ -158,12 +152,12 @@ class SequenceShard:
             On the next rank the `count` numbers, on others none. To be given to the next step, or what that
             gets depends on: so the backward pass takes the steps in reverse.
         """
-        sends, receives = [0] * self.size, [0] * self.size
+        sends, receives = {}, {}
         if self.rank == step:
-            sends[step + 1] = count
+            sends = {step + 1: count}
             x = torch.cat((x, x.new_zeros(count - x.numel())))
         if self.rank == step + 1:
-            receives[step] = count
+            receives = {step: count}
         return self._exchange("hand_on", x, sends, receives)
 
     def halo(self, *shards: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -201,7 +195,7 @@ class SequenceShard:
             parts.append(x.unflatten(2, (self.size, -1)).movedim(2, 0).flatten(3))
         widths = [part.shape[3] for part in parts]
         packed = torch.cat(parts, -1).flatten()  # [S, B, T / S, widths]
-        counts = [packed.numel() // self.size] * self.size
+        counts = dict.fromkeys(range(self.size), packed.numel() // self.size)
         y = self._exchange("to_heads", packed, counts, counts)
         y = y.view(self.size, batch, self.length, sum(widths)).movedim(0, 1).flatten(1, 2)
         return [
@@ -212,14 +206,15 @@ class SequenceShard:
         """Trade `[B, T, H / S, D]` back for `[B, T / S, H, D]`: all heads of this rank's tokens."""
         batch, _, share, size = y.shape
         packed = y.unflatten(1, (self.size, self.length)).movedim(1, 0).flatten()
-        counts = [packed.numel() // self.size] * self.size
+        counts = dict.fromkeys(range(self.size), packed.numel() // self.size)
         x = self._exchange("to_tokens", packed, counts, counts)
         return x.view(self.size, batch, self.length, share, size).movedim(0, 2).flatten(2, 3)
 
-    def _exchange(self, name: str, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Exchange `x`, which is flat, its first `sends[0]` numbers for rank 0 and so on -> what the ranks
-        sent here."""
-        return _Exchange.apply(x, self, name, sends, receives)
+    def _exchange(self, name: str, x: Tensor, sends: dict[int, int], receives: dict[int, int]) -> Tensor:
+        """Exchange `x`, which is flat: its first `sends[r]` numbers go to the first rank r that is in `sends`
+        and so on; the result has `receives[r]` numbers from rank r."""
+        counts = ([each.get(rank, 0) for rank in range(self.size)] for each in (sends, receives))
+        return _Exchange.apply(x, self, name, *counts)
 
     def _all_to_all(self, name: str, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         y = x.new_empty(sum(receives))

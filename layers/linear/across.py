@@ -27,14 +27,13 @@ from ..parameters import always_used
 from .chunked import running_decay
 
 
-class Part(NamedTuple):
+class ShardOutput(NamedTuple):
     """Result of a rank's tokens as if nothing came before them, and what another start changes."""
 
     out: Tensor  # [B, T, H, V]
     end: Tensor  # [B, H, ...], the state after them
-    transition: (
-        Tensor  # [B, H, K, K] or, where it is a number, [B, H, 1, 1]: how the start is seen in the end
-    )
+    transition: Tensor
+    """`[B, H, K, K]` or, where it is a number, `[B, H, 1, 1]`: how the start is seen in the end."""
     reached: Callable[[Tensor], Tensor] | None
     """Start -> what it adds to the outputs of the first document, `[B, T1, H, V]`; None: that begins here."""
 
@@ -69,30 +68,32 @@ class AcrossRanks:
         shard = context.shard
         if shard is None:
             return self.operator(**tokens, state=state, lengths=context.lengths, dtype=dtype)
-        part = self.part(tokens, context.lengths, shard.continues, dtype)
-        with torch.autocast(part.end.device.type, enabled=False):
-            earlier = shard.earlier(torch.cat((part.end.flatten(2), part.transition.flatten(2)), -1))
+        own = self.from_zero(tokens, context.lengths, shard.continues, dtype)
+        with torch.autocast(own.end.device.type, enabled=False):
+            earlier = shard.earlier(torch.cat((own.end.flatten(2), own.transition.flatten(2)), -1))
             if not shard.continues:
-                return always_used(part.out, earlier), None
-            end, transition = (x.shape[2:] for x in (part.end, part.transition))
+                return always_used(own.out, earlier), None
+            end, transition = (x.shape[2:] for x in (own.end, own.transition))
             ends, transitions = earlier.split((end.numel(), transition.numel()), -1)
             start = fold(ends.unflatten(-1, end), transitions.unflatten(-1, transition))
-            return part.from_start(start), None
+            return own.from_start(start), None
 
-    def part(self, tokens: dict[str, Tensor], lengths: Sequence[int], continues: bool, dtype: Any) -> Part:
+    def from_zero(
+        self, tokens: dict[str, Tensor], lengths: Sequence[int], continues: bool, dtype: Any
+    ) -> ShardOutput:
         """Run one rank's `tokens`: documents of `lengths` (empty for equal rows), of which the first
         `continues` one of the rank before."""
         if not continues:
             out, end = self.operator(**tokens, lengths=lengths, dtype=dtype)
-            return Part(out, end, self.blocked(end), None)
+            return ShardOutput(out, end, self.blocked(end), None)
         if len(lengths) < 2:
             return self.open(tokens, dtype)
         first = self.open({name: x[:, : lengths[0]] for name, x in tokens.items()}, dtype)
         rest = {name: x[:, lengths[0] :] for name, x in tokens.items()}
         out, end = self.operator(**rest, lengths=lengths[1:], dtype=dtype)
-        return Part(torch.cat((first.out, out), 1), end, self.blocked(end), first.reached)
+        return ShardOutput(torch.cat((first.out, out), 1), end, self.blocked(end), first.reached)
 
-    def open(self, tokens: dict[str, Tensor], dtype: torch.dtype) -> Part:
+    def open(self, tokens: dict[str, Tensor], dtype: torch.dtype) -> ShardOutput:
         """Run one segment of each row, whose start is not known yet."""
         v = tokens["v"]
         (batch, _, heads, width), keys = v.shape, tokens["k"].shape[-1]
@@ -107,7 +108,7 @@ class AcrossRanks:
         def reached(start: Tensor) -> Tensor:
             return (reach.transpose(1, 2).to(wide) @ start).transpose(1, 2)
 
-        return Part(out, end, transition, reached)
+        return ShardOutput(out, end, transition, reached)
 
     def blocked(self, end: Tensor) -> Tensor:
         """Make the transition through the start of a document: zero."""
@@ -118,7 +119,7 @@ class DecayAcrossRanks(AcrossRanks):
     """`AcrossRanks` for state space duality, whose transition is the decay, and whose reach the decay times
     C."""
 
-    def open(self, tokens: dict[str, Tensor], dtype: torch.dtype) -> Part:
+    def open(self, tokens: dict[str, Tensor], dtype: torch.dtype) -> ShardOutput:
         out, end = self.operator(**tokens, dtype=dtype)
         c = tokens["c"].to(end.dtype).transpose(1, 2)  # [B, G, T, N]
         decay = running_decay(tokens["g"], 1).exp().to(end.dtype)[..., None]  # [B, T, H, 1]
@@ -129,14 +130,14 @@ class DecayAcrossRanks(AcrossRanks):
             read = c @ by_group.flatten(2, 3).mT  # [B, G, T, M * P]
             return read.transpose(1, 2).reshape(*decay.shape[:3], -1) * decay
 
-        return Part(out, end, decay[:, -1, :, :, None], reached)
+        return ShardOutput(out, end, decay[:, -1, :, :, None], reached)
 
     def blocked(self, end: Tensor) -> Tensor:
         return end.new_zeros(*end.shape[:2], 1, 1)
 
 
 def fold(ends: Sequence[Tensor] | Tensor, transitions: Sequence[Tensor] | Tensor) -> Tensor:
-    """Compute the state after the last of consecutive parts, the first of which starts from zero."""
+    """Compute the state after the last of consecutive shards, the first of which starts from zero."""
     state = ends[0]
     for end, transition in zip(ends[1:], transitions[1:], strict=True):
         state = end + (transition * state if transition.shape[-1] == 1 else transition @ state)

@@ -173,7 +173,7 @@ def test_kernels_agree_with_torch_on_the_gpu(kind):
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet", "kimi_delta", "ssd"])
-def test_parts_of_a_cut_sequence_run_the_kernels(name, calls):
+def test_shards_run_the_kernels(name, calls):
     """Also the part whose start is not known yet, with the columns that carry its transition."""
     across, tokens_of = operands(name, 1)
     found = in_parts(across, tokens_of, 2, (30, 110))

@@ -92,7 +92,7 @@ def slopes(y, given):
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("chunk", "limit"), [(8, 12), (8, 200), (1, 4), (3, 1), (16, 6)])
 def test_it_is_the_plain_twin(length, chunk, limit):
-    """T027: values, choices, final state and gradients."""
+    """fla-org/flash-linear-attention#88: values, choices, final state and gradients."""
     given = operands(length, batch=1 if length > 20 else 2)
     expected = reference(*given, chunk, limit)
     y, state, routes = ovq_attention(*given, chunk=chunk, max_centroids=limit)

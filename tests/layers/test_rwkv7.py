@@ -58,7 +58,7 @@ def test_values_on_the_way_hold(case, monkeypatch):
 @vectors.parametrize("rwkv7_op")
 @pytest.mark.parametrize("form", [steps, chunked])
 def test_operator_vectors_hold(case, form):
-    """T014: from a given, not symmetric state."""
+    """fla-org/flash-linear-attention#494: from a given, not symmetric state."""
     stored = case.tensors()
     vectors.assert_within(case, stored, run_operator(case, stored, form), 1e-5)
 
@@ -104,7 +104,7 @@ def assert_equal(found, expected, tolerance):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_both_forms_are_the_recurrence(length):
-    """T014 and T027: outputs, final state and all gradients, from a state."""
+    """fla-org/flash-linear-attention#494 and #88: outputs, final state and all gradients, from a state."""
     given = operands(length=length)
     expected = value_and_gradients(recurrence(*given), given)
     assert_equal(value_and_gradients(steps(*given), given), expected, 1e-12)
@@ -150,7 +150,7 @@ def test_the_recurrence_computes_in_fp32_whatever_it_is_given():
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("options", [{}, {"token_shift": False}, {"value_residual": False}])
 def test_outputs_and_gradients_match_the_stepwise_twin(length, options):
-    """T027, at a layer that takes the shared values of another."""
+    """fla-org/flash-linear-attention#88, at a layer that takes the shared values of another."""
     mixer = build("rwkv7", site=Site(HIDDEN, 2, 5, first_of_kind=False), **options)
     x, first = tokens(2, length).requires_grad_(), tokens(2, length, seed=5)
     shared = first if mixer.options.value_residual else None
