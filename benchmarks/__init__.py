@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 
 import hybrid
-from hybrid.cli.processor import wait_briefly
+from hybrid.cli.main import wait_briefly
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid.distributed import world as distributed
+from hybrid.distributed import world
 from hybrid.layers import Context, Site
 from hybrid.layers.context_parallel import SequenceShard
 from hybrid.layers.kvm.mixer import KVM
@@ -92,8 +92,8 @@ _opened: dict[str, Any] = {}
 
 def open_layers(crossing: Crossing, tokens: int) -> None:
     """Make both layers, and this rank's chunk of a random sequence."""
-    world = distributed.start(threads=1)
-    x = torch.randn(1, tokens // world.size, crossing.hidden, requires_grad=True)
+    here = world.start(threads=1)
+    x = torch.randn(1, tokens // here.size, crossing.hidden, requires_grad=True)
     _opened.update(tokens=tokens, x=x, layers={form: crossing.layer(form) for form in FORMS})
 
 

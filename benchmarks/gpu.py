@@ -63,58 +63,47 @@ from .workloads import (
 Note = Callable[[str, Any], None]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Sizes and times of everything."""
-
-    sizes: Sizes
-    device: str
-    lengths: tuple[int, ...]
-    decode: tuple[int, int]
-    kernels: tuple[str, ...]
-    matrix: int
-    backend: str
-    """Of torch.compile."""
-    train: float
-    """Seconds of training steps, eager and compiled each."""
-    recipes: tuple[str, ...]
-    overrides: tuple[str, ...]
-    started: float
-    limit: float
-
-    @property
-    def left(self) -> float:
-        """Seconds until the whole run should be over."""
-        return self.started + self.limit - time.monotonic()
-
-
 GPU_SIZES = Sizes(
     heads=32, short=8192, long=32768, prefill_call=32768, batch=8, device="cuda", dtype=torch.bfloat16,
     copy_bytes=2**32, cached_tokens=64, rounds=10,
 )  # fmt: skip
-RECIPES = ("paper/kvm_fixed256_120m", "paper/gptalpha_120m", "paper/kvm_sqrt16_120m")
-TINY_MODEL = (
-    "model.pattern=K2", "model.layers.F=null", "model.hidden_size=32", "model.vocab_size=64",
-    "model.defaults.num_heads=2", "model.defaults.head_dim=16",
-    "model.layers.K.chunk=16", "model.layers.K.rotary_dim=8",
-    "model.layers.K.budget_minimum=16", "data.context=64", "train.batch_size=2", "train.micro_batch_size=2",
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and times of everything."""
+
+    sizes: Sizes = GPU_SIZES
+    device: str = "cuda"
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    decode: tuple[int, int] = (2048, 32768)
+    kernels: tuple[str, ...] = ("plain", "cuda", "flash_attn", "flash_attn_cute")
+    matrix: int = 8192
+    backend: str = "inductor"
+    """Of torch.compile."""
+    train: float = 25.0
+    """Seconds of training steps, eager and compiled each."""
+    recipes: tuple[str, ...] = ("paper/kvm_fixed256_120m", "paper/gptalpha_120m", "paper/kvm_sqrt16_120m")
+    overrides: tuple[str, ...] = ()
+    end: float = 0.0
+    """When the whole run should be over, by time.monotonic."""
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end."""
+        return self.end - time.monotonic()
+
+
+QUICK_PLAN = Plan(
+    replace(QUICK, batch=2, dtype=torch.bfloat16), "cpu", (64, 128, 256), (64, 256), ("plain", "cpu"), 64,
+    "aot_eager", 0.1, ("paper/kvm_fixed256_120m",),
+    (
+        "model.pattern=K2", "model.layers.F=null", "model.hidden_size=32", "model.vocab_size=64",
+        "model.defaults.num_heads=2", "model.defaults.head_dim=16", "model.layers.K.chunk=16",
+        "model.layers.K.rotary_dim=8", "model.layers.K.budget_minimum=16", "data.context=64",
+        "train.batch_size=2", "train.micro_batch_size=2",
+    ),
 )  # fmt: skip
-
-
-def plan(quick: bool, limit: float) -> Plan:
-    """Choose the sizes: tiny ones for the CPU, or those for a GPU."""
-    started = time.monotonic()
-    if quick:
-        sizes = replace(QUICK, batch=2, dtype=torch.bfloat16)
-        return Plan(
-            sizes, "cpu", (64, 128, 256), (64, 256), ("plain", "cpu"), 64, "aot_eager", 0.1,
-            ("paper/kvm_fixed256_120m",), TINY_MODEL, started, limit,
-        )  # fmt: skip
-    lengths = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-    names = ("plain", "cuda", "flash_attn", "flash_attn_cute")
-    return Plan(
-        GPU_SIZES, "cuda", lengths, (2048, 32768), names, 8192, "inductor", 25.0, RECIPES, (), started, limit
-    )
 
 
 # Sections: each measures, and notes results by name as they come
@@ -366,10 +355,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.quick and not torch.cuda.is_available():
         print("no GPU here: nothing to measure (--quick runs tiny sizes on the CPU)")
         return 0
-    chosen, path = plan(given.quick, given.seconds), output_file(given, "gpu.json")
+    begun, path = time.monotonic(), output_file(given, "gpu.json")
     assert path is not None
-    failed = [name for name in given.only or SECTIONS if not _guarded(name, chosen, path)]
-    took = time.monotonic() - chosen.started
+    plan = replace(QUICK_PLAN if given.quick else Plan(), end=begun + given.seconds)
+    failed = [name for name in given.only or SECTIONS if not _guarded(name, plan, path)]
+    took = time.monotonic() - begun
     print(f"\n{path} after {took:.0f} s" + (f"; failed: {failed}" if failed else ""))
     return 1 if failed else 0
 

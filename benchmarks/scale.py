@@ -22,12 +22,12 @@ from unittest import mock
 
 import torch
 
-from hybrid import recipe as recipes
 from hybrid.data.batch import Batch, Segment
-from hybrid.distributed import world as distributed
+from hybrid.distributed import world
 from hybrid.distributed.context_parallel import SequenceRanks
 from hybrid.generate.decoding import prefill, read_row
 from hybrid.model import HybridLM
+from hybrid.recipe import batch_geometry, load
 from hybrid.recipe.schema import MonitorSection, Recipe
 from hybrid.text import columns, duration
 from hybrid.train import train
@@ -73,7 +73,7 @@ class Sizes:
             "train.steps": self.steps, "train.checkpoint_every": self.every, "schedule.warmup_steps": 1,
             "monitor.log_every": 1, "monitor.statistics_every": self.every - 2,
         }  # fmt: skip
-        return recipes.load("quickstart", [f"{key}={value}" for key, value in changes.items()])
+        return load("quickstart", [f"{key}={value}" for key, value in changes.items()])
 
     def long_recipe(self, ranks: int) -> Recipe:
         """Make the recipe of one long sequence over `ranks` ranks."""
@@ -208,18 +208,18 @@ def open_engine(recipe: Recipe) -> None:
     """Make the engine that `take_step` uses, and this rank's share of a random batch."""
     if "engine" in _opened:
         _opened.pop("engine").close()
-    world = distributed.start(threads=1)
-    geometry = recipes.batch_geometry(recipe, world.size)
+    here = world.start(threads=1)
+    geometry = batch_geometry(recipe, here.size)
     torch.manual_seed(0)
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
-        engine = Engine(HybridLM.from_recipe(recipe), recipe, geometry, world)
+        engine = Engine(HybridLM.from_recipe(recipe), recipe, geometry, here)
     engine.set_rates(0.01)  # random tokens teach nothing
-    sharing = SequenceRanks.join(world, recipe.parallel.sequence)
+    sharing = SequenceRanks.join(here, recipe.parallel.sequence)
     ids = torch.randint(recipe.model.vocab_size or 0, (recipe.train.batch_size, recipe.data.context + 1))
-    mine = ids.split(geometry.micro_batch)[world.rank // sharing.size]
+    mine = ids.split(geometry.micro_batch)[here.rank // sharing.size]
     segment = Segment("random", 0, 0, mine[:, 1:].numel())
     batch = Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), None, 0, [segment])
-    _opened.update(engine=engine, step=lambda: Step(engine, world, [batch], ranks=sharing).take())
+    _opened.update(engine=engine, step=lambda: Step(engine, here, [batch], ranks=sharing).take())
 
 
 def take_step() -> tuple[float, int]:

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that lacks a character must not end the run
             stream.reconfigure(errors="backslashreplace")
-    _wait_briefly()
+    wait_briefly()
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), error.exit_code)
 
 
-def _wait_briefly() -> None:
+def wait_briefly() -> None:
     """Let waiting threads spin only for a short while; to be called before torch loads its OpenMP.
 
     Threads that spin while they wait stand in each other's way where a core is shared: a quickstart step took
