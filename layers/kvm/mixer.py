@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
@@ -22,7 +22,6 @@ from ..registry import register
 from .attention import Budget, KVMSpec, KVMState, kvm_attention
 from .contributions import Tokens
 from .hand_off import cut_attention, handed_numbers
-from .spec import MODES
 
 
 @dataclass
@@ -64,16 +63,8 @@ class KVMOptions(ProjectionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.budget in MODES, "budget", self.budget, ", ".join(MODES))
-        for name in ("budget_minimum", "budget_saturation", "budget_round"):
+        for name in ("budget_minimum", "budget_saturation"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "a whole number of 1 or more")
-        cap = self.budget_max_chunks
-        require(
-            cap is None or is_count(cap), "budget_max_chunks", cap, "a whole number of 1 or more, or null"
-        )
-        factor, exponent = self.budget_factor, self.budget_exponent
-        require(_number(factor) and factor > 0, "budget_factor", factor, "a number above 0")
-        require(_number(exponent) and 0 <= exponent <= 1, "budget_exponent", exponent, "a number from 0 to 1")
         for name in ("gate_keys", "gate_values", "gate_appends", "gate_initial", "temperatures"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "true, false")
@@ -81,32 +72,14 @@ class KVMOptions(ProjectionOptions):
         self.spec(2)  # checks the rest
 
     def spec(self, rotary_dim: int) -> KVMSpec:
-        """The operator's settings."""
+        """Make the operator's settings."""
         budget = Budget(
-            mode=self.budget,
-            minimum=self.budget_minimum,
-            factor=self.budget_factor,
-            exponent=self.budget_exponent,
-            saturation=self.budget_saturation,
-            round_to=self.budget_round,
-            max_chunks=self.budget_max_chunks,
-        )
-        return KVMSpec(
-            chunk=self.chunk,
-            window_chunks=self.window_chunks,
-            rotary_dim=rotary_dim,
-            sinks=self.sinks,
-            budget=budget,
-            gate_keys=self.gate_keys,
-            gate_values=self.gate_values,
-            gate_appends=self.gate_appends,
-            gate_initial=self.gate_initial,
-            values=self.values,
-        )
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            self.budget, self.budget_minimum, self.budget_factor, self.budget_exponent,
+            self.budget_saturation, self.budget_round, self.budget_max_chunks,
+        )  # fmt: skip
+        same = {field.name for field in fields(KVMSpec)} - {"rotary_dim", "budget"}
+        settings = {name: getattr(self, name) for name in same}
+        return KVMSpec(rotary_dim=rotary_dim, budget=budget, **settings)
 
 
 @dataclass

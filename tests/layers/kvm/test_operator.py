@@ -475,7 +475,7 @@ def test_impossible_settings_are_named():
             replace(SPECS["growing"], **wrong)
     with pytest.raises(LayerError, match="below the head size 8"):
         run(leaves, replace(SPECS["growing"], rotary_dim=8))
-    with pytest.raises(LayerError, match="budget mode is 'cubic'"):
+    with pytest.raises(LayerError, match="budget is 'cubic'"):
         Budget("cubic")
     with pytest.raises(LayerError, match="saturation"):
         Budget("saturation")
