@@ -130,7 +130,7 @@ class KVM(ProjectedMixer):
             return None
         logits = self.merge_gate(x)
         if context.statistics is not None:
-            mean, deviation = _spread(_gate(logits.detach()), context.cut)
+            mean, deviation = _spread(positive_gate(logits.detach()), context.cut)
             context.statistics.update(self._named({"gate_mean": mean, "gate_std": deviation}))
         return logits
 
@@ -138,7 +138,7 @@ class KVM(ProjectedMixer):
         self, heads: Projected, context: Context, state: KVMLayerState | None
     ) -> tuple[Tensor, KVMLayerState | None]:
         q, k, v, shift, logits = heads
-        gate = None if logits is None else _gate(logits)
+        gate = None if logits is None else positive_gate(logits)
         layer, routes = self.site.layer, context.routes
         statistics: dict[str, Tensor] | None = None if context.statistics is None else {}
         # Ranks that hand on a state use them in other places than those that do not.
@@ -267,8 +267,8 @@ class KVM(ProjectedMixer):
         return held + self.shift_bytes(context_length, element_size)
 
 
-def _gate(logits: Tensor) -> Tensor:
-    """`1 + elu(logits)`, above 0, in at least fp32."""
+def positive_gate(logits: Tensor) -> Tensor:
+    """Turn logits into gates above 0, `1 + elu(logits)`, in at least fp32."""
     z = logits.to(compute_dtype(logits))
     return torch.exp(z.clamp(max=0)) + torch.relu(z)
 

@@ -46,7 +46,7 @@ class Budget:
         require(needed, "budget_saturation", limit, whole)
 
     def wanted(self, context: int) -> int:
-        """Count the slots wanted at context length `context`, before any cap (spec section 4; float64 arithmetic)."""
+        """Count the slots wanted at a context length, before any cap (spec section 4; float64 arithmetic)."""
         if self.mode == "fixed":
             return self.minimum
         if self.mode == "power_law":
@@ -119,7 +119,7 @@ class KVMSpec:
         return self.gate_keys or self.gate_values or self.gate_initial
 
     def growth(self, slots: int, number: int) -> int:
-        """Count the slots after update `number` (1 or more; it absorbs chunk `number`), with `slots` before."""
+        """Count the slots after update `number` (1 or more; it absorbs that chunk), with `slots` before."""
         context = (self.window_chunks + number) * self.chunk
         return self.budget.grown(slots, context, (number + 1) * self.chunk, self.chunk)
 
