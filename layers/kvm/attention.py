@@ -28,7 +28,7 @@ from ..softmax import attention
 from ..softmax.attention import same_dtype
 from ..softmax.grid import ChunkGrid
 from ..softmax.kernels import choose
-from .chunks import Group, groups, rows_of, within_chunk
+from .chunks import Group, groups, within_chunk
 from .contributions import Norm, Sums, Tokens
 from .routing import Choice, Replay, Routes, as_routes, first_slots, in_time, joined_routes
 from .slots import Slots
@@ -203,31 +203,20 @@ class _Call:
 
 
 def _walked(
-    call: _Call,
-    plan: list[Group],
-    q: Tensor,
-    tokens: Tokens,
-    slots: Slots,
-    base: Sums,
-    starts: list[tuple[int, int]],
-) -> tuple[Walked, Sums]:
-    """Walk through rows of queries and keys.
+    call: _Call, plan: list[Group], q: Tensor, tokens: Tokens, before: KVMState, starts: list[tuple[int, int]]
+) -> tuple[Walked, Sums, Slots]:
+    """Walk through rows of queries and of keys, from the slots of a state on.
 
-    Args:
-        slots: as they are before, which the walk changes; `base`: their sums, for gradients.
-        starts: where in given routes each sequence's tokens start.
-
-    Returns:
-        What `walk` returns, and the sums after it.
+    `starts`: where in given routes each sequence's tokens start. Returns the sums and slots after it, too.
     """
     replay = None if call.replay is None else Replay(call.replay, starts)
-    scale = 1 / math.sqrt(q.shape[-1])
-    whole = Plan(call.spec, scale, choose(q), plan, replay, call.margins)
+    whole = Plan(call.spec, 1 / math.sqrt(q.shape[-1]), choose(q), plan, replay, call.margins)
     inputs = Inputs(q, *tokens, call.front, call.back, *call.norm)
+    slots = before.slots_for(plan[-1].slots, call.norm, call.spec, tokens.k.dtype)
     if not torch.is_grad_enabled():
-        return walk(whole, inputs, slots), slots.used()
-    found = Walk.apply(whole, slots, *inputs, *base)
-    return Walked(*found[:-3]), Sums(*found[-3:])
+        return walk(whole, inputs, slots), slots.used(), slots
+    y, slot, founds, margin, window, lse, *sums = Walk.apply(whole, slots, *inputs, *before.sums())
+    return Walked(y, Choice(slot, founds, margin), window, lse), Sums(*sums), slots
 
 
 def _sequences(
@@ -239,28 +228,24 @@ def _sequences(
     end = position + count
     within = position % spec.chunk + count <= spec.chunk
     tokens = state.followed_by(new, in_place=within)
-    grid: ChunkGrid | None = None
+    grid, before, rows = None, state, tokens
     if within:
         plan = [within_chunk(spec, batch, position, count, state.slots)]
-        base, rows, q_rows = state, tokens, q
     else:
         grid = ChunkGrid.equal(batch, count, spec.chunk, position, state.held // spec.chunk)
-        # While the window still holds the first chunk, the initial state is made again from there.
         first = spec.window_start(position) // spec.chunk
-        base = state if first else KVMState.empty(new.k, spec.gated)
-        last = max(grid.spans[0].end - 1 - spec.window_chunks, 0)
-        plan = groups(spec, grid, updates(spec, [last] * batch, first, base.slots), new.k.device)
-        rows, q_rows = tokens.map(grid.keys), None if q is None else grid.queries(q)
-    if q_rows is None:
-        plan, q_rows = [group.without_queries() for group in plan], rows.k[:0]
-    room = max(base.slots, plan[-1].slots)
-    slots = base.slots_for(room, call.norm, spec, new.k.dtype)
-    found, sums = _walked(call, plan, q_rows, rows, slots, base.sums(), [(b, 0) for b in range(batch)])
-    y, choice = found.y, Choice(found.slot, found.founds, found.margin)
+        if first == 0:  # the window still holds the first chunk: the initial state is made again from there
+            before = KVMState.empty(new.k, spec.gated)
+        steps = updates(spec, [grid.spans[0].end - 1 - spec.window_chunks] * batch, first, before.slots)
+        plan, rows = groups(spec, grid, steps, new.k.device), tokens.map(grid.keys)
+        q = None if q is None else grid.queries(q)
+    if q is None:
+        plan = [group.without_queries() for group in plan]
+    q_rows = rows.k[:0] if q is None else q
+    found, sums, slots = _walked(call, plan, q_rows, rows, before, [(b, 0) for b in range(batch)])
+    y, choice = found.y, found.choice
     if grid is not None:
-        made = [update for group in plan for update in group.updates]
-        skip = spec.coverage(position) - made[0].number * spec.chunk
-        choice = in_time(choice, [rows_of(made, b) for b in range(batch)], skip)
+        choice = in_time(choice, steps, range(batch), spec.coverage(position) - first * spec.chunk)
         y = y if q is None else grid.tokens_of(y)
     routes = as_routes(choice, spec.coverage(position))
     call.note([end], found, grid)
@@ -275,9 +260,9 @@ def _sequences(
 
 def _packed(call: _Call, q: Tensor, tokens: Tokens, lengths: Sequence[int]) -> tuple[Tensor, Routes]:
     """Documents longer than their window share a grid; the others are plain causal attention."""
-    spec = call.spec
-    entering = [spec.coverage(length) for length in lengths]
-    long = [i for i, length in enumerate(lengths) if length > spec.window_chunks * spec.chunk]
+    spec, every = call.spec, range(len(lengths))
+    covered = [spec.coverage(length) for length in lengths]
+    long = [i for i in every if lengths[i] > spec.window_chunks * spec.chunk]
     long.sort(key=lambda i: -(-lengths[i] // spec.chunk), reverse=True)
     y: dict[int, Tensor] = {}
     made: dict[int, Routes] = {}
@@ -286,23 +271,16 @@ def _packed(call: _Call, q: Tensor, tokens: Tokens, lengths: Sequence[int]) -> t
         own_lengths = [lengths[i] for i in long]
         grid = ChunkGrid.packed([sum(lengths[:i]) for i in long], own_lengths, spec.chunk, q.device)
         steps = updates(spec, [span.end - 1 - spec.window_chunks for span in grid.spans])
-        plan, rows = groups(spec, grid, steps, q.device), tokens.map(grid.keys)
-        empty = KVMState.empty(rows.k.new_empty(len(long), 0, *rows.k.shape[2:]), spec.gated)
-        slots = empty.slots_for(plan[-1].slots, call.norm, spec, rows.k.dtype)
-        places = [(0, sum(entering[:i])) for i in long]
-        found, _ = _walked(call, plan, grid.queries(q), rows, slots, empty.sums(), places)
-        choice = Choice(found.slot, found.founds, found.margin)
-        for place, (i, own) in enumerate(
-            zip(long, grid.tokens_of(found.y).split(own_lengths, 1), strict=True)
-        ):
-            y[i], made[i] = own, as_routes(in_time(choice, [rows_of(steps, place)]), 0)
+        empty = KVMState.empty(tokens.k.expand(len(long), -1, -1, -1), spec.gated)
+        plan, starts = groups(spec, grid, steps, q.device), [(0, sum(covered[:i])) for i in long]
+        found, _, _ = _walked(call, plan, grid.queries(q), tokens.map(grid.keys), empty, starts)
+        y = dict(zip(long, grid.tokens_of(found.y).split(own_lengths, 1), strict=True))
+        made = {i: as_routes(in_time(found.choice, steps, [place]), 0) for place, i in enumerate(long)}
     documents = zip(scaled(q, call.front).split(list(lengths), 1), tokens.split(lengths), strict=True)
     for i, (own_q, own) in enumerate(documents):
         if i not in y:
             y[i], _ = attention(own_q, own.k, own.v, causal=True)
-            first = own.k[:, : entering[i]].detach().transpose(1, 2)
+            first = own.k[:, : covered[i]].detach().transpose(1, 2)
             made[i] = as_routes(first_slots(first, margins=call.margins), 0)
-    call.note([lengths[i] for i in long or range(len(lengths))], found, grid)
-    return torch.cat([y[i] for i in range(len(lengths))], 1), joined_routes(
-        [made[i] for i in range(len(lengths))]
-    )
+    call.note([lengths[i] for i in long or every], found, grid)
+    return torch.cat([y[i] for i in every], 1), joined_routes([made[i] for i in every])

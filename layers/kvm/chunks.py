@@ -154,10 +154,3 @@ def _window_parts(queries: _Rows, keys: _Rows, window: int, device: torch.device
         q_rows, k_rows = (rows(numbers, device) for numbers in zip(*seen, strict=True))
         parts.append(Part(q_rows, k_rows=k_rows, mask=Mask.FULL if back else Mask.LOWER))
     return parts
-
-
-def rows_of(updates: Sequence[Update], sequence: int) -> list[int]:
-    """List one sequence's rows among all that enter the state, in time."""
-    first = accumulate((update.sequences for update in updates), initial=0)
-    pairs = zip(updates, first, strict=False)
-    return [row + sequence for update, row in pairs if sequence < update.sequences]

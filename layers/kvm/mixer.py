@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
@@ -21,8 +21,7 @@ from ..projections import Projected, ProjectedMixer, ProjectedState
 from ..registry import register
 from .attention import Budget, KVMSpec, KVMState, kvm_attention
 from .contributions import Tokens
-from .hand_off import cut_attention, handed_numbers
-from .spec import MODES
+from .hand_off import handed_numbers, sharded_attention
 
 
 @dataclass
@@ -64,16 +63,8 @@ class KVMOptions(ProjectionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.budget in MODES, "budget", self.budget, ", ".join(MODES))
-        for name in ("budget_minimum", "budget_saturation", "budget_round"):
+        for name in ("budget_minimum", "budget_saturation"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "a whole number of 1 or more")
-        cap = self.budget_max_chunks
-        require(
-            cap is None or is_count(cap), "budget_max_chunks", cap, "a whole number of 1 or more, or null"
-        )
-        factor, exponent = self.budget_factor, self.budget_exponent
-        require(_number(factor) and factor > 0, "budget_factor", factor, "a number above 0")
-        require(_number(exponent) and 0 <= exponent <= 1, "budget_exponent", exponent, "a number from 0 to 1")
         for name in ("gate_keys", "gate_values", "gate_appends", "gate_initial", "temperatures"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "true, false")
@@ -81,32 +72,14 @@ class KVMOptions(ProjectionOptions):
         self.spec(2)  # checks the rest
 
     def spec(self, rotary_dim: int) -> KVMSpec:
-        """The operator's settings."""
+        """Make the operator's settings."""
         budget = Budget(
-            mode=self.budget,
-            minimum=self.budget_minimum,
-            factor=self.budget_factor,
-            exponent=self.budget_exponent,
-            saturation=self.budget_saturation,
-            round_to=self.budget_round,
-            max_chunks=self.budget_max_chunks,
-        )
-        return KVMSpec(
-            chunk=self.chunk,
-            window_chunks=self.window_chunks,
-            rotary_dim=rotary_dim,
-            sinks=self.sinks,
-            budget=budget,
-            gate_keys=self.gate_keys,
-            gate_values=self.gate_values,
-            gate_appends=self.gate_appends,
-            gate_initial=self.gate_initial,
-            values=self.values,
-        )
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            self.budget, self.budget_minimum, self.budget_factor, self.budget_exponent,
+            self.budget_saturation, self.budget_round, self.budget_max_chunks,
+        )  # fmt: skip
+        same = {field.name for field in fields(KVMSpec)} - {"rotary_dim", "budget"}
+        settings = {name: getattr(self, name) for name in same}
+        return KVMSpec(rotary_dim=rotary_dim, budget=budget, **settings)
 
 
 @dataclass
@@ -157,7 +130,7 @@ class KVM(ProjectedMixer):
             return None
         logits = self.merge_gate(x)
         if context.statistics is not None:
-            mean, deviation = _spread(_gate(logits.detach()), context.shard)
+            mean, deviation = _spread(positive_gate(logits.detach()), context.shard)
             context.statistics.update(self._named({"gate_mean": mean, "gate_std": deviation}))
         return logits
 
@@ -165,7 +138,7 @@ class KVM(ProjectedMixer):
         self, heads: Projected, context: Context, state: KVMLayerState | None
     ) -> tuple[Tensor, KVMLayerState | None]:
         q, k, v, shift, logits = heads
-        gate = None if logits is None else _gate(logits)
+        gate = None if logits is None else positive_gate(logits)
         layer, routes = self.site.layer, context.routes
         statistics: dict[str, Tensor] | None = None if context.statistics is None else {}
         # Ranks that hand on a state use them in other places than those that do not.
@@ -184,7 +157,7 @@ class KVM(ProjectedMixer):
         operator: KVMState | None = None
         made: Any
         if context.shard is not None and not self._by_heads(context):
-            y, made = cut_attention(q, Tokens(k, v, gate), context.shard, **settings)
+            y, made = sharded_attention(q, Tokens(k, v, gate), context.shard, **settings)
         else:
             settings |= {"lengths": context.row_lengths, "want_state": context.want_state}
             start = None if state is None else state.operator
@@ -294,8 +267,8 @@ class KVM(ProjectedMixer):
         return held + self.shift_bytes(context_length, element_size)
 
 
-def _gate(logits: Tensor) -> Tensor:
-    """`1 + elu(logits)`, above 0, in at least fp32."""
+def positive_gate(logits: Tensor) -> Tensor:
+    """Turn logits into gates above 0, `1 + elu(logits)`, in at least fp32."""
     z = logits.to(compute_dtype(logits))
     return torch.exp(z.clamp(max=0)) + torch.relu(z)
 

@@ -9,8 +9,9 @@ of a chunk, S slots, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -78,8 +79,14 @@ def joined_choices(choices: Sequence[Choice]) -> Choice:
     return Choice(torch.cat(slots), torch.cat(founds), None if margins[0] is None else torch.cat(margins))
 
 
-def in_time(choice: Choice, rows: list[list[int]], skip: int = 0) -> Choice:
-    """Order decisions by sequence, `[B, G, A]`; `rows`: each one's, of whose tokens `skip` are left out."""
+def in_time(choice: Choice, updates: list[Update], sequences: Iterable[int], skip: int = 0) -> Choice:
+    """Gather the decisions of equally long sequences, `[B, G, A]`, without those on the first `skip` tokens.
+
+    `updates`: of the rows `[R, G, C]` of `choice`.
+    """
+    counts = [update.sequences for update in updates]
+    ends = list(zip(counts, accumulate(counts), strict=True))
+    rows = [[end - count + b for count, end in ends if b < count] for b in sequences]
     index = torch.tensor(rows, device=choice.slot.device)
 
     def sort(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ..softmax import Part
 from ..softmax.joined import Gradient, Joint, Rows, part_gradients
 from .chunks import Group
 from .contributions import Entered, Norm, Sums, Tokens, contributions, prepare, weights
-from .routing import Replay, first_slots, joined_choices, route
+from .routing import Choice, Replay, first_slots, joined_choices, route
 from .slots import (
     Places,
     Refreshed,
@@ -74,15 +74,12 @@ class Inputs(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """Heads `[R, C, H, D]`; decisions `[R, G, C]` (see `Choice`); and log-sum-exps `[R, H, C]`, of the window
-    and of all keys."""
+    """What a walk gives, by row."""
 
-    y: Tensor
-    slot: Tensor
-    founds: Tensor
-    margin: Tensor | None
-    window: Tensor
-    lse: Tensor
+    y: Tensor  # heads [R, C, H, D]
+    choice: Choice  # of the rows that entered, [R, G, C]
+    window: Tensor  # log-sum-exp over the window alone, [R, H, C]
+    lse: Tensor  # over all keys
 
 
 def walk(plan: Plan, x: Inputs, slots: Slots, kept: list[Tensor] | None = None) -> Walked:
@@ -118,8 +115,7 @@ def walk(plan: Plan, x: Inputs, slots: Slots, kept: list[Tensor] | None = None) 
     if not choices:
         nothing = x.k.transpose(1, 2)[:, :, :0]
         choices = [first_slots(nothing, margins=plan.margins)]
-    decided = joined_choices(choices)
-    return Walked(y, *decided, window, lse)
+    return Walked(y, joined_choices(choices), window, lse)
 
 
 def _entering(plan: Plan, x: Inputs, group: Group) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
@@ -151,27 +147,16 @@ def attend_backward(
     values: Tensor,
     parts: list[Part],
     into: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> list[Any]:
     """Return gradients of `q`, `keys` and `values`, in at least fp32.
 
     `joint`: the output's gradient, the output, and the log-sum-exp, of the whole softmax; `into`: what the
     gradients of keys and values are added to.
     """
-    found = Gradient(q), Gradient(keys, into[0]), Gradient(values, into[1])
-    d_q, d_keys, d_values = ([x] for x in found)
-    part_gradients(plan.kernel, joint, [q], [keys], [values], parts, plan.scale, (d_q, d_keys, d_values))
-    totals = tuple(x.total for x in found)
-    assert all(x is not None for x in totals)
-    return totals  # type: ignore[return-value]
-
-
-class Turn(NamedTuple):
-    """One chunk of a group, made again: who reads the slots, what changed, and the gradient to fill."""
-
-    readers: slice | None
-    places: Places | None
-    refreshed: Refreshed | None
-    d_added: Sums | None
+    d_q, d_keys, d_values = found = Gradient(q), Gradient(keys, into[0]), Gradient(values, into[1])
+    gradients = [d_q], [d_keys], [d_values]
+    part_gradients(plan.kernel, joint, [q], [keys], [values], parts, plan.scale, gradients)
+    return [x.total for x in found]
 
 
 def group_backward(
@@ -200,21 +185,21 @@ def group_backward(
     back = scaled(q, x.back)
     d_q = _window_backward(plan, group, x, d, joint)
     entered = Entered(x.entering(group), founds, group.updates, plan.spec, x.norm)
-    d_added = _rows_like(entered.sums)
-    turns = _made_again(group, entered.sums, d_added, slot, slots)
-    d_slots = SlotGradients(slots, last, d.norm)
-    for readers, places, refreshed, d_own in reversed(turns):
+    changes = _made_again(group, entered.sums, slot, slots)
+    d_slots, d_added, end = SlotGradients(slots, last, d.norm), _rows_like(entered.sums), len(founds)
+    for (update, readers), (places, refreshed) in zip(reversed(group.chunks), reversed(changes), strict=True):
         if readers is not None and refreshed is not None:
-            grad, y, lse = joint
-            own = grad[readers], y[readers], lse[readers]
             keys, values = slots.visible(refreshed.box)
-            share, *shares = attend_backward(plan, own, back[readers], keys, values, [Part()])
-            _through_temperature(share, q[readers], x.back, d.back)
-            d_q[readers] += share
-            d_slots.add(*shares)
+            own = joint[0][readers], joint[1][readers], joint[2][readers]
+            d_own, *d_form = attend_backward(plan, own, back[readers], keys, values, [Part()])
+            _through_temperature(d_own, q[readers], x.back, d.back)
+            d_q[readers] += d_own
+            d_slots.add(*d_form)
             read_backward(slots, refreshed, d_slots)
-        if places is not None and d_own is not None:
-            accumulate_backward(places, d_slots, d_own)
+        if update is not None and places is not None:
+            own_rows = slice(end - update.sequences, end)
+            accumulate_backward(places, d_slots, Sums(*(t[own_rows] for t in d_added)))
+            end -= update.sequences
     d.q[group.queries] = d_q.to(d.q.dtype)
     d_tokens = entered.backward(Sums(*(rows.transpose(1, 2) for rows in d_added)), d.norm)
     for total, found in zip((d.k[..., plan.spec.rotary_dim :], d.v, d.gate), d_tokens, strict=True):
@@ -246,20 +231,20 @@ def _through_temperature(d_q: Tensor, q: Tensor, scale: Tensor | None, d_scale: 
         d_q *= scale
 
 
-def _made_again(group: Group, added: Sums, d_added: Sums, slot: Tensor, slots: Slots) -> list[Turn]:
+def _made_again(
+    group: Group, added: Sums, slot: Tensor, slots: Slots
+) -> list[tuple[Places | None, Refreshed | None]]:
     """Make a group's updates as they were decided; `added` and `slot` are of all its rows."""
     sizes = [update.sequences for update in group.updates]
-    splits = (zip(*(x.split(sizes) for x in sums), strict=True) for sums in (added, d_added))
-    updates = zip(slot.split(sizes), *splits, strict=True)
-    turns = []
+    rows = zip(slot.split(sizes), *(x.split(sizes) for x in added), strict=True)
+    changes = []
     for update, readers in group.chunks:
-        places = d_own = None
+        places = None
         if update is not None:
-            own_slot, own, d_own = next(updates)
+            own_slot, *own = next(rows)
             places = accumulate(slots, Sums(*own), own_slot, update)
-        refreshed = None if readers is None else refresh(slots, keep=True)
-        turns.append(Turn(readers, places, refreshed, None if d_own is None else Sums(*d_own)))
-    return turns
+        changes.append((places, None if readers is None else refresh(slots, keep=True)))
+    return changes
 
 
 def _rows_like(added: Sums) -> Sums:
@@ -280,17 +265,17 @@ class Walk(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, slots: Slots, *tensors: Any) -> tuple[Tensor | None, ...]:
-        """Return the fields of `Walked`, and the sums after the last update.
+        """Return what `walk` does, and the sums after the last update.
 
         `tensors`: `Inputs`, and the sums of which `slots` holds a copy.
         """
         x, kept = Inputs(*tensors[: len(Inputs._fields)]), []  # type: ignore[var-annotated]
-        found = walk(plan, x, slots, kept)
+        y, choice, window, lse = walk(plan, x, slots, kept)
         ctx.plan = plan
-        ctx.save_for_backward(found.y, found.lse, found.slot, found.founds, *x, *kept)
-        ctx.mark_non_differentiable(*(t for t in found[1:] if t is not None))
+        ctx.save_for_backward(y, lse, choice.slot, choice.founds, *x, *kept)
+        ctx.mark_non_differentiable(*(t for t in (*choice, window, lse) if t is not None))
         ctx.set_materialize_grads(False)
-        return *found, *slots.used()
+        return y, *choice, window, lse, *slots.used()
 
     @staticmethod
     @once_differentiable
