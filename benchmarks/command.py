@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hybrid.cli.processor import keep_freed_memory
+from hybrid.cli.commands import keep_freed_memory
 from hybrid.text import columns
 from hybrid.train.benchmark import environment, keep
 

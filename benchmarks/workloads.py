@@ -21,7 +21,6 @@ from hybrid.layers.attention import FullAttention
 from hybrid.layers.kvm.attention import KVMState, kvm_attention
 from hybrid.layers.kvm.mixer import KVM
 from hybrid.layers.kvm.spec import KVMSpec
-from hybrid.layers.softmax import kernels
 
 from .measure import Run, Steps
 
@@ -249,11 +248,15 @@ def copying(sizes: Sizes) -> Run:
 
 
 STEPS = {
-    "decide": "route",
-    "contributions": "accumulate and read",
-    "update": "accumulate and read",
-    "slots_backward": "accumulate and read, backward",
-    "group_backward": "gather gradients",
+    "route": "route",
+    "contributions": "accumulate",
+    "accumulate": "accumulate",
+    "read": "read",
+    "refresh": "read",
+    "attend": "attend",
+    "accumulate_backward": "accumulate, backward",
+    "read_backward": "read, backward",
+    "attend_backward": "attend, backward",
 }
 """Functions and methods of `hybrid.layers.kvm` by name -> the operator's step their time is booked on."""
 OTHER = "other (norms, gates, gradients of inputs)"
@@ -262,7 +265,7 @@ OTHER = "other (norms, gates, gradients of inputs)"
 def kvm_steps(run: Run, device: str = "cpu") -> dict[str, float]:
     """Measure seconds of one forward and backward of the operator by step; the second of two runs."""
     run()
-    watched = {(kernels, "forward"): "attend, forward", (kernels, "backward"): "attend, backward"}
+    watched: dict[tuple[Any, str], str] = {}
     for module in [m for name, m in sys.modules.items() if name.startswith("hybrid.layers.kvm.")]:
         for owner in (module, *(x for x in vars(module).values() if inspect.isclass(x))):
             own = {name for name in STEPS if inspect.isfunction(vars(owner).get(name))}
