@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ..registry import register
 from .attention import Budget, KVMSpec, KVMState, kvm_attention
 from .contributions import Tokens
 from .hand_off import handed_numbers, sharded_attention
+from .spec import Update, updates
 
 
 @dataclass
@@ -125,7 +125,7 @@ class KVM(ProjectedMixer):
             initialise(self.state_head_temp, nn.init.ones_)
 
     def gates(self, x: Tensor, context: Context) -> Tensor | None:
-        """Logits of the merge gate."""
+        """Compute the merge gate's logits."""
         if not self.spec.gated:
             return None
         logits = self.merge_gate(x)
@@ -205,13 +205,13 @@ class KVM(ProjectedMixer):
         return moved
 
     def _temperatures(self, context: Context) -> tuple[Tensor | None, Tensor | None]:
-        """The window's and the state's, of the heads at hand."""
+        """Return the window's and the state's, of the heads at hand."""
         if not self.options.temperatures:
             return None, None
         return self.own(self.front_head_temp, context), self.own(self.state_head_temp, context)
 
     def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """By the names they have in `Context.statistics`."""
+        """Name statistics as `Context.statistics` does."""
         return {f"{self.site.layer}/{name}": value for name, value in found.items()}
 
     def _gates(self) -> int:
@@ -225,33 +225,31 @@ class KVM(ProjectedMixer):
     # chunk's first token, compares every key of one chunk with every slot there is then, once.
 
     def flops_at(self, position: int) -> Flops:
-        chunk = self.spec.chunk
-        sizes = self._sizes(position // chunk)
+        last = self._updates(position)[-1:]
         window = position + 1 - self.spec.window_start(position + 1)
-        visible = window + (sizes[-1] if sizes else 0)
-        return self._token_flops(visible, self._routing_flops(sizes) / chunk)
+        visible = window + sum(update.after for update in last)
+        return self._token_flops(visible, self._routing_flops(last) / self.spec.chunk)
 
     def flops_per_token(self, context_length: int) -> Flops:
-        chunk, visible, routing = self.spec.chunk, 0, 0.0
-        sizes = self._sizes((context_length - 1) // chunk)
-        for number, first in enumerate(range(0, context_length, chunk), 1 - self.spec.window_chunks):
+        chunk, visible = self.spec.chunk, 0
+        steps = self._updates(context_length - 1)
+        slots = {update.number: update.after for update in steps}
+        for number, first in enumerate(range(0, context_length, chunk), -self.spec.window_chunks):
             count = min(chunk, context_length - first)
             window = first - self.spec.window_start(first + 1)
-            slots = sizes[number - 1] if number > 0 else 0
-            visible += count * (slots + window) + count * (count + 1) // 2
-            routing += self._routing_flops(sizes[max(number - 2, 0) : max(number, 0)])
-        return self._token_flops(visible / context_length, routing / context_length)
+            visible += count * (slots.get(number, 0) + window) + count * (count + 1) // 2
+        return self._token_flops(visible / context_length, self._routing_flops(steps) / context_length)
 
-    def _sizes(self, chunk: int) -> list[int]:
-        """Slots after each update up to the one that `chunk` reads; empty where it reads none."""
-        return list(islice(self.spec.sizes(), max(0, chunk + 1 - self.spec.window_chunks)))
+    def _updates(self, position: int) -> list[Update]:
+        """List the updates up to the one whose slots the query at `position` reads."""
+        last = position // self.spec.chunk - self.spec.window_chunks
+        return updates(self.spec, [last]) if last >= 0 else []
 
-    def _routing_flops(self, sizes: list[int]) -> float:
-        """Of the update that ended with `sizes[-1]` slots. The first one has no choice, nor has one that
-        appends a whole chunk."""
-        if len(sizes) < 2 or sizes[-1] - sizes[-2] == self.spec.chunk:
-            return 0.0
-        return 2.0 * self.spec.chunk * sizes[-1] * self.kv_width
+    def _routing_flops(self, updates: list[Update]) -> float:
+        """Count comparisons; update 0 has no choice, nor has one that appends a whole chunk."""
+        chunk = self.spec.chunk
+        compared = sum(u.after for u in updates if u.number and u.after - u.before < chunk)
+        return 2.0 * chunk * compared * self.kv_width
 
     def _token_flops(self, visible: float, routing: float) -> Flops:
         products = self.site.hidden_size * self.num_kv_heads if self.spec.gated else 0  # the merge gate
@@ -274,7 +272,7 @@ def positive_gate(logits: Tensor) -> Tensor:
 
 
 def _spread(x: Tensor, shard: SequenceShard | None) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of `x`, over all ranks that share the sequence."""
+    """Compute mean and standard deviation of `x`, over all ranks that share the sequence."""
     if shard is None:
         return x.mean(), x.std()
     x = x.double()

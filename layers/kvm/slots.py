@@ -27,6 +27,8 @@ DENSE = 2
 picked rows."""
 
 Box = tuple[slice, slice, slice]
+Places = tuple[Tensor, Tensor, Tensor | None]
+"""Rows of flat slots that keys, values and radii (None: none change) of tokens `[n, C, G]` are added to."""
 
 
 class Slots:
@@ -84,7 +86,7 @@ def accumulate(slots: Slots, added: Sums, slot_nGC: Tensor, update: Update) -> P
             _flat(sums).index_add_(0, rows, new.transpose(1, 2).flatten(0, 2))
     slots.sequences, slots.count = update.sequences, update.after
     few = slots.stale is None and update.after > DENSE * slots.spec.chunk
-    slots.stale = places.keys if few else ALL
+    slots.stale = places[0] if few else ALL
     return places
 
 
@@ -95,16 +97,8 @@ def accumulate_backward(places: Places, d_slots: SlotGradients, out: Sums) -> No
             torch.index_select(_flat(d_sums), 0, rows, out=own.flatten(0, 2))
 
 
-class Places(NamedTuple):
-    """Rows of flat slots that tokens, in the order `[n, C, G]`, are added to."""
-
-    keys: Tensor
-    values: Tensor
-    radius: Tensor | None
-    """None: none changes."""
-
-
 def _places(slot_nGC: Tensor, update: Update, room: int, spec: KVMSpec) -> Places:
+    """Find the rows for tokens that go to the given slots."""
     sequences, heads, chunk = slot_nGC.shape
     first = torch.arange(sequences * heads, device=slot_nGC.device).view(sequences, 1, heads) * room
     tokens = (slot_nGC.transpose(1, 2) + first).flatten()
@@ -114,7 +108,7 @@ def _places(slot_nGC: Tensor, update: Update, room: int, spec: KVMSpec) -> Place
         radius = (torch.arange(chunk, device=slot_nGC.device)[:, None] + first).flatten()
     elif spec.values == "radius" and update.after == update.before:
         radius = None
-    return Places(tokens, tokens, radius)
+    return tokens, tokens, radius
 
 
 def _flat(x: Tensor) -> Tensor:
