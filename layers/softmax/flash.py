@@ -53,19 +53,14 @@ def forward(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
 
 
 def backward(
-    name: str,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
+    name: str, joint: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients of q, k and v; repeatable where torch's deterministic algorithms are asked for."""
+    """Compute gradients of q, k and v; repeatable where torch's deterministic algorithms are asked for.
+
+    `joint`: the output's gradient, the output, and the log-sum-exp, of the whole softmax.
+    """
     _, run = _loaded(name)
-    grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
+    grad, out, lse = (x.contiguous() for x in joint)
     if name == CUTE:
         dq, dk, dv = run(q, k, v, out, grad, lse, softmax_scale=scale, causal=causal)[:3]
         return dq, dk, dv

@@ -103,13 +103,9 @@ class ChunkGrid:
         y = y.reshape(len(self.spans), -1, *y.shape[2:])
         return y[:, self.front : self.front + self.tokens]
 
-    def chunks(self) -> list[tuple[Span, int]]:
-        """List every query row's sequence and chunk index, in the order of rows."""
-        return [(span, chunk) for span in self.spans for chunk in range(span.first, span.end)]
-
     def window_parts(self, window_chunks: int, device: torch.device) -> list[Part]:
         """Show every chunk itself, causally, and the `window_chunks - 1` chunks before it."""
-        chunks = self.chunks()
+        chunks = [(span, chunk) for span in self.spans for chunk in range(span.first, span.end)]
         parts = []
         for back in range(window_chunks):
             seen = [(i, s.key(c - back)) for i, (s, c) in enumerate(chunks) if c - back >= s.first - s.held]

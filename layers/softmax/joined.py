@@ -153,21 +153,11 @@ def part_gradients(
     for part in parts:
         rows, tokens = part.q_rows, part.q_tokens
         q, k, v = _operands(queries, keys, values, part)
-        whole = (grad[rows, tokens], q, k, v, out[rows, tokens], lse[rows, :, tokens])
-        grads = kernels.backward(kernel, *whole, part.mask, scale)
+        own = grad[rows, tokens], out[rows, tokens], lse[rows, :, tokens]
+        grads = kernels.backward(kernel, own, q, k, v, part.mask, scale)
         gradients[0][part.query].add(rows, tokens, grads[0])
         gradients[1][part.key].add(part.k_rows, part.k_tokens, grads[1])
         gradients[2][part.key].add(part.k_rows, part.k_tokens, grads[2])
-
-
-def part_share(
-    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], part: Part, lse: Tensor, scale: float
-) -> Tensor:
-    """Compute the attention mass `[rows, H, T]` that the part's queries put on the part's keys, given the
-    joint `lse`."""
-    q, k, v = _operands(queries, keys, values, part)
-    _, own = kernels.forward(kernels.choose(q), q, k, v, part.mask, scale)
-    return torch.exp(own - lse[part.q_rows, :, part.q_tokens])
 
 
 class _Joined(torch.autograd.Function):

@@ -36,6 +36,7 @@ class Mask(Enum):
 KERNELS = ("plain", "cpu", "cuda", *flash.MODULES)
 """Matrix products; torch's flash operators for CPU and for CUDA; the flash-attn packages."""
 LARGEST_HEAD = 256
+Tensors = tuple[Tensor, Tensor, Tensor]
 _forced: ContextVar[str | None] = ContextVar("kernel", default=None)
 
 
@@ -93,22 +94,14 @@ def forward(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: flo
 
 
 def backward(
-    kernel: str,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Mask,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    kernel: str, joint: Tensors, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+) -> Tensors:
     """Compute gradients of q, k and v; `grad` and `out` `[R, T, H, D]`, `lse` `[R, H, T]` of the whole
     softmax."""
     _check(q, k, mask)
     if kernel in flash.MODULES and mask is not Mask.UPPER:
-        return flash.backward(kernel, grad, q, k, v, out, lse, mask is Mask.LOWER, scale)
-    return _OWN[kernel][1](grad, q, k, v, out, lse, mask, scale)
+        return flash.backward(kernel, joint, q, k, v, mask is Mask.LOWER, scale)
+    return _OWN[kernel][1](joint, q, k, v, mask, scale)
 
 
 def _check(q: Tensor, k: Tensor, mask: Mask) -> None:
@@ -145,9 +138,8 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) ->
     return out.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)
 
 
-def _plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_backward(joint: Tensors, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensors:
+    grad, out, lse = joint
     logits, q_RGMTD, k_RG1SD = _scores(q, k, mask, scale)
     heads = (k.shape[2], -1)
     weights = torch.exp(logits - lse.unflatten(1, heads)[..., None])
@@ -179,9 +171,8 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> t
     return out.transpose(1, 2), lse
 
 
-def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(joint: Tensors, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensors:
+    grad, out, lse = joint
     attn_mask = _cpu_mask(mask, q)
     grad, q, k, v, out = (_last_axis_dense(x).transpose(1, 2) for x in (grad, q, k, v, out))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -211,9 +202,8 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> 
     return out, lse
 
 
-def _cuda_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cuda_backward(joint: Tensors, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensors:
+    grad, out, lse = joint
     grad, q, k, v, out = (_last_axis_dense(x) for x in (grad, q, k, v, out))
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # state of a dropout there is none of
     return torch.ops.aten._flash_attention_backward(

@@ -178,7 +178,7 @@ def test_kernels_agree_on_strided_views(head_size, mask):
         parts = [Part(mask=mask), Part(key=1)]
         joint.add(kernel, [q], [k, more_k], [v, more_v], parts, 0.2)
         out, lse = joint.result()
-        results.append((out, lse, *kernels.backward(kernel, grad, q, k, v, out, lse, mask, 0.2)))
+        results.append((out, lse, *kernels.backward(kernel, (grad, out, lse), q, k, v, mask, 0.2)))
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=0)
 
