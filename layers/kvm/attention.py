@@ -74,7 +74,7 @@ def kvm_attention(
     want_margins: bool = False,
     statistics: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, KVMState | None, Routes]:
-    """Key-Value Means attention (the paper's operator; logits are scaled by 1 / sqrt(D)).
+    """Compute Key-Value Means attention (the paper's operator; logits are scaled by 1 / sqrt(D)).
 
     Args:
         q: queries `[B, T, H, D]`, normalised and rotated.
@@ -177,7 +177,7 @@ def _check(
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call needs everywhere."""
+    """Settings of one call."""
 
     spec: KVMSpec
     norm: Norm

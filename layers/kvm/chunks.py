@@ -126,7 +126,7 @@ class _Rows:
         return self.before[chunk - self.start] + sequence
 
     def of(self, chunk: int) -> slice | None:
-        """Rows of one chunk; None where no sequence has it here."""
+        """Find the rows of one chunk; None where no sequence has it here."""
         if not self.start <= chunk < self.end:
             return None
         return slice(self.before[chunk - self.start], self.before[chunk - self.start + 1])
@@ -143,7 +143,7 @@ def _bundles(updates: Sequence[Update], chunk: int) -> list[list[Update]]:
 
 
 def _window_parts(queries: _Rows, keys: _Rows, window: int, device: torch.device) -> list[Part]:
-    """Every chunk over itself, causally, and over the `window - 1` chunks before it."""
+    """Let every chunk see itself, causally, and the `window - 1` chunks before it."""
     parts = []
     for back in range(window):
         seen = [

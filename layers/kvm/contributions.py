@@ -16,7 +16,7 @@ from torch import Tensor
 from .spec import KVMSpec, Update
 
 EPSILON = 1e-5
-"""Of the LayerNorm of state keys."""
+"""The epsilon of the LayerNorm of state keys."""
 TINY = 1e-12
 """Vectors below this length are not brought to a length, and their length has no gradient."""
 
@@ -84,8 +84,8 @@ def _unrotated(keys: Tensor, rotary_dim: int, norm: Norm) -> Tensor:
 
 
 class Weights(NamedTuple):
-    """What a token's prepared key and its value are multiplied by, each `[R, G, C]` or, for 1 everywhere,
-    None; and what the length of its value is, for its radius (None: no token has one)."""
+    """Factors `[R, G, C]` of a token's prepared key, of its value (None: 1 everywhere), and of its value's
+    length, which gives its radius (None: no token has one)."""
 
     keys: Tensor | None
     values: Tensor | None

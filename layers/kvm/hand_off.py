@@ -114,7 +114,7 @@ def _packed(state: KVMState, dtype: torch.dtype) -> Tensor:
 
 
 def _unpacked(numbers: Tensor, like: Tensor, spec: KVMSpec, position: int) -> KVMState:
-    """The state after `position` tokens, for keys as `like` `[B, *, G, D]`."""
+    """Rebuild the state after `position` tokens, for keys like `like` `[B, *, G, D]`."""
     batch, _, heads, size = like.shape
     slots, held = spec.slots_at(position), position - spec.window_start(position)
     shapes: list[tuple[int, ...]] = [(batch, heads, slots, n) for n in (size, size, 1)]

@@ -193,8 +193,8 @@ class KVM(ProjectedMixer):
         return shard is not None and not self.hands_on(self.options, self.site, shard.size)
 
     def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
-        """Where its heads cannot be shared out, each rank but the last sends the next one its state, in at
-        least fp32, and its last token for the token shift."""
+        """Count the bytes that ranks send each other. Where heads cannot be shared, each but the last sends
+        the next one its state, in at least fp32, and its last token for the token shift."""
         if not self.hands_on(self.options, self.site, size):
             return super().exchange_bytes(rows, tokens, size, element_size)
         shape = rows, self.num_kv_heads, self.head_dim

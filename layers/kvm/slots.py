@@ -51,7 +51,7 @@ class Slots:
 
     @property
     def box(self) -> Box:
-        """Where the slots lie that there are."""
+        """Index of the slots in use, in tensors `[N, G, room, ...]`."""
         return slice(0, self.sequences), ALL, slice(0, self.count)
 
     def used(self) -> Sums:
@@ -155,11 +155,11 @@ class Reading:
 
 
 class Refreshed(NamedTuple):
-    """What was read again, and what the form was before."""
+    """A partial or whole new reading, and the form before it."""
 
     reading: Reading
     rows: Tensor | None
-    """Of the flat form; None: all."""
+    """Rows of the flat form that were read; None: all."""
     before: list[Tensor] | None
     """The whole form, or those rows."""
     box: Box

@@ -41,7 +41,7 @@ from .spec import KVMSpec
 
 @dataclass(frozen=True)
 class Plan:
-    """What a walk does beside its tensors."""
+    """Settings and order of a walk: all it needs beside tensors."""
 
     spec: KVMSpec
     scale: float
@@ -52,16 +52,15 @@ class Plan:
 
 
 class Inputs(NamedTuple):
-    """What gradients are for, or gradients: of `q` `[R, C, H, D]`, `k` and `v` `[R, C, G, D]`, `gate`
-    `[R, C, G]`, the temperatures of window keys and of slots `[H, 1]`, and the norm of state keys `[D]`."""
+    """The walk's differentiable inputs, or their gradients."""
 
-    q: Tensor
-    k: Tensor
+    q: Tensor  # [R, C, H, D]
+    k: Tensor  # [R, C, G, D]
     v: Tensor
-    gate: Tensor | None
-    front: Tensor | None
-    back: Tensor | None
-    weight: Tensor
+    gate: Tensor | None  # [R, C, G]
+    front: Tensor | None  # [H, 1], temperatures of window keys
+    back: Tensor | None  # and of slots
+    weight: Tensor  # [D], the norm of state keys
     bias: Tensor
 
     @property
@@ -69,12 +68,12 @@ class Inputs(NamedTuple):
         return Norm(self.weight, self.bias)
 
     def entering(self, group: Group) -> Tokens:
-        """The tokens of a group that enter the state, by row."""
+        """Select the tokens of a group that enter the state, by row."""
         return Tokens(*self[1:4]).map(lambda x: x[group.entering, group.entering_tokens])
 
 
 class Walked(NamedTuple):
-    """What a walk gives, by row."""
+    """Results of a walk, by row."""
 
     y: Tensor  # heads [R, C, H, D]
     choice: Choice  # of the rows that entered, [R, G, C]
@@ -300,7 +299,7 @@ class Walk(torch.autograd.Function):
 
 
 def _empty_gradients(x: Inputs) -> Inputs:
-    """Gradients to be filled: of the queries by writing, of all others by adding, in at least fp32."""
+    """Make gradients to be filled: of the queries by writing, of all others by adding, in at least fp32."""
 
     def zeros(like: Tensor | None) -> Any:
         return None if like is None else torch.zeros(like.shape, dtype=x.weight.dtype, device=like.device)
