@@ -7,10 +7,12 @@ import importlib.util
 from pathlib import Path
 
 import hybrid
-from hybrid.cli.main import wait_briefly
 
 ROOT = Path(__file__).resolve().parent.parent
 
 if importlib.util.find_spec("hybrid.layers") is None:
     hybrid.__path__.append(str(ROOT))  # not installed: layers/ and recipes/ lie beside hybrid/
+
+from hybrid.cli.main import wait_briefly  # noqa: E402
+
 wait_briefly()  # before torch is imported, as the command line does

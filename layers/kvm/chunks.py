@@ -133,10 +133,10 @@ class _Rows:
 
 
 def _bundles(updates: Sequence[Update], chunk: int) -> list[list[Update]]:
-    """Cut the updates into those of one group each; update 0, which is weighted differently, is alone."""
+    """Cut the updates into those of one group each."""
     bundles: list[list[Update]] = []
     for update in updates:
-        if not bundles or update.number == 1 or len(bundles[-1]) >= max(GROUP_CHUNKS, update.after // chunk):
+        if not bundles or len(bundles[-1]) >= max(GROUP_CHUNKS, update.after // chunk):
             bundles.append([])
         bundles[-1].append(update)
     return bundles

@@ -93,19 +93,25 @@ class Weights(NamedTuple):
 
 
 def weights(founds: Tensor, gate: Tensor | None, updates: Sequence[Update], spec: KVMSpec) -> Weights:
-    """Weigh tokens that enter in `updates` (number 0 alone, or later ones); `founds`, `gate` `[R, G, C]`."""
-    radii = spec.values == "radius"
-    if updates and updates[0].number == 0:
-        weight = gate if spec.gate_initial else None
-        return Weights(weight, weight, founds if radii else None)  # the radius is that of the ungated value
+    """Weigh tokens that enter in `updates`, of which those of update 0 come first; `founds`, `gate` `[R, G, C]`."""
+    initial = updates[0].sequences if updates and updates[0].number == 0 else 0
     appends = any(update.after > update.before for update in updates)
+    first = gate if spec.gate_initial else None
     merged = gate if gate is None or spec.gate_appends or not appends else torch.where(founds, 1, gate)
+
+    def joined(first: Tensor | None, later: Tensor | None) -> Tensor | None:
+        """Take the rows of update 0 from one, the others from the other."""
+        if initial in (0, len(founds)) or gate is None or first is later:
+            return first if initial else later
+        first, later = (torch.ones_like(gate) if x is None else x for x in (first, later))
+        return torch.cat((first[:initial], later[initial:]))
+
     radius = None
-    if radii and appends:  # merges leave the radius alone
-        radius = founds
-        if gate is not None and spec.gate_values and spec.gate_appends:
-            radius = founds * gate
-    return Weights(merged if spec.gate_keys else None, merged if spec.gate_values else None, radius)
+    if spec.values == "radius" and appends:  # merges leave it alone; at first it is the ungated value's
+        appended = joined(None, gate if spec.gate_values and spec.gate_appends else None)
+        radius = founds if appended is None else founds * appended
+    by_keys = joined(first, merged if spec.gate_keys else None)
+    return Weights(by_keys, joined(first, merged if spec.gate_values else None), radius)
 
 
 def contributions(keys: Tensor, values: Tensor, weight: Weights, spec: KVMSpec) -> Sums:
