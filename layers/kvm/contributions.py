@@ -93,7 +93,7 @@ class Weights(NamedTuple):
 
 
 def weights(founds: Tensor, gate: Tensor | None, updates: Sequence[Update], spec: KVMSpec) -> Weights:
-    """Weigh tokens that enter in `updates`, of which those of update 0 come first; `founds`, `gate` `[R, G, C]`."""
+    """Weigh tokens that enter in `updates`, those of update 0 first; `founds` and `gate` are `[R, G, C]`."""
     initial = updates[0].sequences if updates and updates[0].number == 0 else 0
     appends = any(update.after > update.before for update in updates)
     first = gate if spec.gate_initial else None
