@@ -7,6 +7,7 @@ the type of the key.
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ import yaml
 
 from hybrid.errors import UserError
 from hybrid.layers.errors import did_you_mean
+from hybrid.paths import local_path
 
 Tree = dict[str, Any]
 Lines = dict[str, list[int]]
@@ -185,11 +187,14 @@ def shipped() -> list[str]:
 
 def find(name: str | Path, folder: Path | None = None, asked_by: str = "") -> Path:
     """Find the file a name means: a path (relative to `folder`), or a shipped recipe such as `quickstart`."""
-    path = (folder or Path()) / Path(name).expanduser()
+    try:
+        path = (folder or Path()) / local_path(str(name))
+    except ValueError as error:
+        raise RecipeError([f"{asked_by}{error}"], str(name)) from None
     if path.is_file():
         return path
     inside = _SHIPPED / (str(name) if str(name).endswith(SUFFIXES) else f"{name}.yaml")
-    if not Path(name).is_absolute() and ".." not in Path(name).parts and inside.is_file():
+    if not Path(name).is_absolute() and ".." not in Path(name).parts and os.path.isfile(inside):
         return inside
     # the files beside it, those in ./recipes, and the shipped recipes, by their last name
     beside = [file for place in (path.parent, Path("recipes")) for file in sorted(place.glob("*.[yj]*"))]
