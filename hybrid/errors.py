@@ -9,6 +9,9 @@ LOST_EXIT_CODE = 69
 """Other processes of the run are gone or silent: the same command goes on from the newest checkpoint
 (EX_UNAVAILABLE)."""
 
+DEFECT_EXIT_CODE = 70
+"""An error that is no UserError: a defect of the program, whose traceback lies in a file (EX_SOFTWARE)."""
+
 
 class DataError(UserError):
     """Sources, tokenizers or prepared data that cannot be used, and what would be."""

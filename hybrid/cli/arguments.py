@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hybrid.errors import UserError
+from hybrid.paths import local_path
 
 
 class UsageError(UserError):
@@ -54,6 +55,14 @@ def count(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise ArgumentTypeError(f"'{text}' is not a whole number of {least} or more")
     return int(text)
+
+
+def path(text: str) -> str:
+    """Read a path, `~` expanded."""
+    try:
+        return local_path(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def rank(text: str) -> int:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from .arguments import Parser, UsageError, count, option, part, port, rank
+from .arguments import Parser, UsageError, count, option, part, path, port, rank
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ def _prepare(arguments: argparse.Namespace) -> int:
 def _declare_info(parser: Parser) -> None:
     _declare_recipe(parser)
     option(parser, "--processes", "N", "processes it will run on", count, 1)
-    option(parser, "--plot", "FILE.png", "draw each layer's state and FLOPs against the context's length")
+    option(
+        parser, "--plot", "FILE.png", "draw each layer's state and FLOPs against the context's length", path
+    )
 
 
 def _info(arguments: argparse.Namespace) -> int:
@@ -115,7 +117,7 @@ def _declare_launch(parser: Parser) -> None:
     where = parser.add_argument_group("where")
     option(where, "--nodes", "N", "default: 1, or every host of the hostfile", count)
     option(where, "--gpus", "M", "processes on a node; default: its GPUs or hostfile slots", count)
-    option(where, "--hostfile", "FILE", "lines `NAME slots=N`, the first is the master")
+    option(where, "--hostfile", "FILE", "lines `NAME slots=N`, the first is the master", path)
     filters = "hosts and slots of the hostfile, such as 'worker-0@worker-1:0,2'"
     option(where, "--include", "FILTER", f"only these {filters}", default="")
     option(where, "--exclude", "FILTER", "all but these", default="")
@@ -146,7 +148,7 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def _declare_verify(parser: Parser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="stored test vectors")
+    parser.add_argument("folder", metavar="FOLDER", help="stored test vectors", type=path)
     option(parser, "--device", "NAME", "cpu (the default) or cuda", default="cpu")
     precision = "bf16 has wider tolerances"
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=precision)
@@ -159,11 +161,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _declare_generate(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", help="a run directory", type=path)
     text = parser.add_argument_group("prompts (none: start a new document)")
     repeated = "text to continue; repeat it for several; - reads one prompt from standard input"
     text.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=repeated)
-    option(text, "--prompts-file", "FILE", "one prompt a line; blank lines are skipped")
+    option(text, "--prompts-file", "FILE", "one prompt a line; blank lines are skipped", path)
     spanning = "the prompts of the file may span lines and stand between lines that read exactly LINE"
     option(text, "--separator", "LINE", spanning)
     length = parser.add_argument_group("length")
@@ -179,8 +181,8 @@ def _declare_generate(parser: Parser) -> None:
     option(sampling, "--samples", "N", "continuations of each prompt (%(default)s)", int, 1)
     option(parser, "--batch", "N", "sequences decoded side by side (%(default)s)", int, 16)
     state = parser.add_argument_group("long documents (one prompt; with --max-tokens 0 it is only read)")
-    option(state, "--save-state", "FILE", "keep what the model remembers after prompt and continuation")
-    option(state, "--load-state", "FILE", "go on from there; the prompt is what follows")
+    option(state, "--save-state", "FILE", "keep what the model remembers after prompt and continuation", path)
+    option(state, "--load-state", "FILE", "go on from there; the prompt is what follows", path)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -214,8 +216,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _declare_bench(parser: Parser) -> None:
     _declare_recipe(parser)
-    parser.add_argument("--output", metavar="DIR", help="keep model.json there")
-    parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: one per core)")
+    option(parser, "--output", "DIR", "keep model.json there", path)
+    option(parser, "--threads", "N", "CPU threads (default: one per core)", count)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid.errors import UserError
+from hybrid.text import decode
 
 if TYPE_CHECKING:
     from hybrid.generate import Continuation
@@ -19,7 +20,7 @@ class PromptError(UserError):
 
 
 def read_prompts(texts: Sequence[str], file: str | None, separator: str | None) -> list[str]:
-    """Collect a call's prompts: `texts` ("-" is standard input without its last newline), then `file`'s.
+    """Collect a call's prompts: `texts` ("-" is standard input without its last line end), then `file`'s.
 
     A file holds one prompt a line, blank lines skipped. With `separator` its prompts may span lines and stand
     between lines that read exactly `separator`. Without texts and file there is one empty prompt.
@@ -40,10 +41,12 @@ def read_prompts(texts: Sequence[str], file: str | None, separator: str | None) 
 
 
 def _decode(data: bytes, name: str) -> str:
+    """Decode a text without its last line end; PromptError when it is none."""
     try:
-        return data.decode("utf-8").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        text = decode(data)
+    except ValueError as error:
+        raise PromptError(f"{name} {error}") from None
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
 def split_prompts(text: str, separator: str | None) -> list[str]:
@@ -53,7 +56,7 @@ def split_prompts(text: str, separator: str | None) -> list[str]:
         return [line for line in lines if line.strip()]
     prompts: list[list[str]] = [[]]
     for line in lines:
-        if line == separator:
+        if line == separator.removesuffix("\r"):
             prompts.append([])
         else:
             prompts[-1].append(line)

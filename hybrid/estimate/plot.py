@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid.errors import UserError
+from hybrid.files import replacing
 from hybrid.recipe import Recipe
 
 from .info import meta_model
@@ -73,8 +74,8 @@ def draw(recipe: Recipe, path: str | Path) -> None:
     _finish(left, f"State of one sequence and layer ({recipe.train.precision})", "bytes (k = 1024)", 1024)
     _finish(right, "Prefill, one layer without its feed-forward", "forward FLOPs per token", 1000)
     left.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."))
 
 
 def _finish(axes: Axes, title: str, unit: str, thousand: int) -> None:

@@ -46,10 +46,10 @@ class Settings:
             "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more, and finite"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 and finite; 1 is off"),
+            "repetition_penalty": (1e-100 <= self.repetition_penalty <= 1e100, "1e-100 to 1e100; 1 is off"),
             "seed": (0 <= self.seed < 2**62, "0 to 2^62 - 1"),
             "stop": (all(self.stop), "texts of 1 character or more"),
-            "samples": (self.samples >= 1, "1 or more"),
+            "samples": (1 <= self.samples <= 10**6, "1 to a million"),
             "batch": (self.batch >= 1, "1 or more"),
         }
         for name, (good, allowed) in rules.items():
@@ -66,6 +66,7 @@ def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     multiplied, as is usual, so that the penalty always lowers them)."""
     if penalty == 1.0:
         return logits
+    logits = logits.double()  # which holds every float32 times or by every penalty
     at = logits[seen]
     return logits.index_put((seen,), torch.where(at > 0, at / penalty, at * penalty))
 
@@ -73,13 +74,14 @@ def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 def kept_probabilities(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """Find the tokens that may be drawn from logits `[V]` and their probabilities.
 
-    Temperature first, then top-k, then top-p on what is left. Returns probabilities (float64, falling, sum 1)
-    and token ids, both `[K]`; equal logits are ranked by id.
+    Temperature first, then top-k, then top-p on what is left. The largest logit is taken off before the
+    division, so that no temperature makes a number that is not finite of it. Returns probabilities (float64,
+    falling, sum 1) and token ids, both `[K]`; equal logits are ranked by id.
     """
-    ranked, ids = torch.sort(logits.double() / settings.temperature, descending=True, stable=True)
-    if settings.top_k:
-        ranked, ids = ranked[: settings.top_k], ids[: settings.top_k]
-    probabilities = torch.softmax(ranked, -1)
+    ranked, ids = torch.sort(logits.double(), descending=True, stable=True)
+    count = min(settings.top_k or len(ids), len(ids))
+    ranked, ids = ranked[:count], ids[:count]
+    probabilities = torch.softmax((ranked - ranked[0]) / settings.temperature, -1)
     if settings.top_p < 1:
         before = torch.cumsum(probabilities, -1) - probabilities
         count = max(1, int((before < settings.top_p).sum()))

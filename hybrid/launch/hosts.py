@@ -7,6 +7,7 @@ DeepSpeed would take for something else, or complain about after hosts were alre
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from hybrid.errors import LaunchError
 from hybrid.layers.errors import did_you_mean
+from hybrid.text import decode
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]*\w)?"
 _LINE = re.compile(rf"(?P<name>{_NAME})\s+slots=(?P<slots>\d+)")
@@ -34,14 +36,19 @@ def read_hostfile(path: str | Path) -> list[Host]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        data = path.read_bytes()
+        lines = decode(data).splitlines()
     except FileNotFoundError:
         raise LaunchError(
             f"there is no hostfile {path}. To train on this machine alone, leave --hostfile out"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise LaunchError(f"the hostfile {path} cannot be read: {reason}") from error
+    except OSError as error:
+        raise LaunchError(f"the hostfile {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise LaunchError(f"the hostfile {path} {error}") from None
+    if data.startswith(codecs.BOM_UTF8):
+        words = "begins with a byte mark (BOM), which DeepSpeed takes for a part of the first name"
+        raise LaunchError(f"the hostfile {path} {words}: save it without")
     found: dict[str, Host] = {}
     written: dict[str, int] = {}
     problems = []

@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
 
@@ -34,6 +34,8 @@ def coerce(value: Any, kind: Any) -> Any:
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
+    if origin is Annotated:
+        return members[1](coerce(value, members[0]))
     if value == MISSING:
         raise ValueError(f"needs a value: {describe(kind)}")
     if origin in (typing.Union, types.UnionType):
@@ -91,14 +93,20 @@ def _coerce_list(value: Any, kind: Any, members: tuple[Any, ...]) -> list[Any] |
 
 def describe(kind: Any) -> str:
     """Describe a type in words."""
+    kind = _bare(kind)
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(describe, members))
     if origin is Literal:
         return "one of " + ", ".join(map(str, members))
     if origin in (list, tuple, Sequence):
-        return f"a list of {_PLURALS.get(next(iter(members), Any), 'values')}"
+        return f"a list of {_PLURALS.get(_bare(next(iter(members), Any)), 'values')}"
     return _NAMES.get(kind, str(kind))
+
+
+def _bare(kind: Any) -> Any:
+    """Take the check of an annotated type away."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
 
 
 def shown(value: Any) -> str:

@@ -24,7 +24,7 @@ from .coerce import coerce, looks_typed, shown
 from .letters import LayerTable
 from .reader import COMMAND_LINE, Problem, RecipeError, RecipeText, Tree, join
 from .rules import examine
-from .schema import OTHER_NAMES, RENAMED, Recipe
+from .schema import OTHER_NAMES, RENAMED, Recipe, types_of
 
 _MALFORMED = re.compile(r"(?<!\\)(?:\\\\)*(\$\{(?![A-Za-z_][\w-]*(?:\.[\w-]+)*\})[^}]{0,40}\}?)")
 """A "${" that is not escaped and does not begin a reference such as ${model.hidden_size}."""
@@ -127,7 +127,7 @@ def _typed(kind: Any, value: Any, key: str, problems: list[Problem]) -> Any:
         return coerce(value, kind)
     if not isinstance(value, dict):
         raise ValueError(f"expected a table of keys, found {shown(value)}")
-    kinds = typing.get_type_hints(kind) if is_section else dict.fromkeys(value, typing.get_args(kind)[1])
+    kinds = dict.fromkeys(value, typing.get_args(kind)[1]) if not is_section else types_of(kind)
     found: Tree = {}
     for name, written in value.items():
         inner = join(key, name)

@@ -7,6 +7,7 @@ the type of the key.
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ import yaml
 
 from hybrid.errors import UserError
 from hybrid.layers.errors import did_you_mean
+from hybrid.paths import local_path
+from hybrid.text import decode
 
 Tree = dict[str, Any]
 Lines = dict[str, list[int]]
@@ -90,8 +93,14 @@ class RecipeText:
             raise RecipeError([f"base ({path.name}): expected the name of one recipe file"], path.name)
         self.tables.append(table)
         self.places |= {key: f"{path.name}:{at[-1]}" for key, at in lines.items()}
-        twice = [key for key, at in lines.items() if len(at) > 1]
-        self.problems += [f"{key} ({self.places[key]}): written twice" for key in twice]
+        self._refuse_twice(lines, ", in lines {}")
+
+    def _refuse_twice(self, lines: Lines, where: str) -> None:
+        for key, at in lines.items():
+            if len(at) > 1:
+                words = "written twice" if len(at) == 2 else f"written {len(at)} times"
+                words += where.format(" and ".join(map(str, at)))
+                self.problems.append(f"{key} ({self.places[key]}): {words}")
 
     def _read_override(self, override: str) -> None:
         key, equals, text = override.partition("=")
@@ -110,6 +119,7 @@ class RecipeText:
                 lines: Lines = defaultdict(list)
                 tree = _plain(yaml.compose(text, _Loader), key, lines)
                 self.places |= dict.fromkeys(lines, COMMAND_LINE)
+                self._refuse_twice(lines, "")
         for name in reversed(key.split(".")):
             tree = {name: tree}
         self.tables.append(tree)
@@ -118,7 +128,7 @@ class RecipeText:
 def _read_table(path: Path, lines: Lines) -> Tree:
     """Read a YAML or JSON file. RecipeError says why it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = decode(path.read_bytes())
         if path.suffix == ".json":
             json.loads(text)  # what is no JSON may still be YAML
             # to YAML a tab is no white space, and some characters end a line or are not printable
@@ -126,10 +136,12 @@ def _read_table(path: Path, lines: Lines) -> Tree:
         node = yaml.compose(text, _Loader)
         tree = {} if node is None else _plain(node, "", lines)
         words = None if isinstance(tree, dict) else "a recipe is a table of sections (model, data, ...)"
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         words = f"cannot be read: {error}"
     except json.JSONDecodeError as error:
         words = f"not JSON: line {error.lineno}: {error.msg}"
+    except ValueError as error:
+        words = str(error)
     except _UnsupportedError as error:
         words = str(error)
     except yaml.YAMLError as error:
@@ -185,11 +197,14 @@ def shipped() -> list[str]:
 
 def find(name: str | Path, folder: Path | None = None, asked_by: str = "") -> Path:
     """Find the file a name means: a path (relative to `folder`), or a shipped recipe such as `quickstart`."""
-    path = (folder or Path()) / Path(name).expanduser()
+    try:
+        path = (folder or Path()) / local_path(str(name))
+    except ValueError as error:
+        raise RecipeError([f"{asked_by}{error}"], str(name)) from None
     if path.is_file():
         return path
     inside = _SHIPPED / (str(name) if str(name).endswith(SUFFIXES) else f"{name}.yaml")
-    if not Path(name).is_absolute() and ".." not in Path(name).parts and inside.is_file():
+    if not Path(name).is_absolute() and ".." not in Path(name).parts and os.path.isfile(inside):
         return inside
     # the files beside it, those in ./recipes, and the shipped recipes, by their last name
     beside = [file for place in (path.parent, Path("recipes")) for file in sorted(place.glob("*.[yj]*"))]

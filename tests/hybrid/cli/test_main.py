@@ -162,12 +162,33 @@ def test_errors_for_people_are_one_message(given, capsys, error, code, message):
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("bug"), KeyError("bug"), AssertionError("bug"), RuntimeError("bug")]
+    "error",
+    [ValueError("bug"), KeyError("bug"), AssertionError(), RuntimeError("bug\nin lines"), OSError("bug")],
 )
-def test_faults_of_the_program_show_their_traceback(given, error):
+def test_a_defect_of_the_program_is_one_line_that_names_the_file_of_its_traceback(
+    given, capsys, monkeypatch, tmp_path, error
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     given("verify", raising(error))
-    with pytest.raises(type(error)):
-        main(["verify", "x"])
+    assert main(["verify", "x"]) == 70
+    (file,) = tmp_path.iterdir()
+    shown = capsys.readouterr().err
+    assert shown.startswith(
+        f"hybrid: error: a defect of the program, please report it: {type(error).__name__}"
+    )
+    assert shown.endswith(f" (its traceback is in {file})\n")
+    assert shown.count("\n") == 1
+    assert "Traceback (most recent call last)" in file.read_text()
+    assert "in raising" not in shown
+
+
+def test_a_defect_shows_its_traceback_where_no_file_can_be_written(given, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    given("verify", raising(ValueError("bug")))
+    assert main(["verify", "x"]) == 70
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback (most recent call last)")
+    assert "ValueError: bug (its traceback is above" in shown
 
 
 def test_other_ranks_say_who_they_are(given, capsys, monkeypatch):

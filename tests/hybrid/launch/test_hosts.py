@@ -83,7 +83,9 @@ def test_a_missing_hostfile_never_means_local(tmp_path):
     )
     assert "cannot be read: Is a directory" in refusal(read_hostfile, tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert "it is not text" in refusal(read_hostfile, tmp_path / "binary")
+    assert "is not UTF-8 text" in refusal(read_hostfile, tmp_path / "binary")
+    (tmp_path / "marked").write_text("worker-0 slots=4\n", encoding="utf-8-sig")
+    assert "marked begins with a byte mark (BOM)" in refusal(read_hostfile, tmp_path / "marked")
 
 
 def test_filters_choose_hosts_and_slots_in_the_hostfiles_order():
