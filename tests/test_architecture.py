@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     "layers",
     "errors",
-    "text files",
+    "text files paths",
     "recipe",
     "model",
     "data",
