@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import value_residual
 from .base import Flops, Mixer, Site
 from .context import Context
-from .context_parallel import heads_per_rank
+from .context_parallel import SequenceShard, heads_per_rank
 from .errors import LayerError
 from .heads import Heads, ProjectionOptions
 from .norms import make_norm
@@ -225,9 +225,8 @@ class ProjectedMixer(Mixer):
         q, k, v, gate = self.c_q(x), self.c_k(x), self.c_v(x), self.gates(x, context)
         if self.options.value_residual:
             v = self._mix_values(v, x, context)
-        shift = Shift()
+        shift, (last, position) = Shift(), _before(state)
         if self.options.token_shift:
-            last: Sequence[Last] = _last(state)
             if context.want_state:
                 shift = Shift(*(last_token(x, context.lengths) for x in (q, k, v)))
             if context.shard is not None:
@@ -238,14 +237,14 @@ class ProjectedMixer(Mixer):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if self._by_heads(context):
-            assert context.shard is not None
-            q, k, v, *gates = context.shard.to_heads(q, k, v, *(() if gate is None else (gate[..., None],)))
+        shard = self.trading(context)
+        if shard is not None:
+            q, k, v, *gates = shard.to_heads(q, k, v, *(() if gate is None else (gate[..., None],)))
             gate = None if gate is None else gates[0].squeeze(-1)
         if self.options.qk_norm != "none":
             q, k = self.ln_q(q), self.ln_k(k)
         if self.rotary_dim:
-            table = self._rotary(q, context, _position(state))
+            table = self._rotary(q, context, position)
             q, k = rotate(q, table), rotate(k, table)
         return Projected(q, k, v, shift, gate)
 
@@ -254,12 +253,13 @@ class ProjectedMixer(Mixer):
         shard = context.shard
         return None if shard is None else self.halo_of(self.options, self.site, shard.size, shard.tokens)
 
-    def _by_heads(self, context: Context) -> bool:
-        return context.shard is not None and self.halo(context) is None
+    def trading(self, context: Context) -> SequenceShard | None:
+        """Give the call's shard if its ranks trade tokens for heads at this layer."""
+        return context.shard if self.halo(context) is None else None
 
     def _rotary(self, q: Tensor, context: Context, start: int | tuple[int, ...]) -> Rotary:
         lengths = context.row_lengths
-        if context.shard is not None and not self._by_heads(context):
+        if context.shard is not None and self.trading(context) is None:
             lengths, start = context.lengths, context.shard.carried
             if lengths:
                 start = (start, *[0] * (len(lengths) - 1))
@@ -281,14 +281,13 @@ class ProjectedMixer(Mixer):
 
     def own(self, parameter: Tensor, context: Context) -> Tensor:
         """Pick from a parameter of all query heads `[H]` those that `project` gave."""
-        if context.shard is None or not self._by_heads(context):
-            return parameter
-        return parameter[context.shard.own_heads(self.num_heads)]
+        shard = self.trading(context)
+        return parameter if shard is None else parameter[shard.own_heads(self.num_heads)]
 
     def output(self, y: Tensor, x: Tensor, context: Context) -> Tensor:
         """Project the heads' outputs, in the form of `project`'s queries, to `[B, T, C]` in x's dtype."""
-        if context.shard is not None and self._by_heads(context):
-            y = context.shard.to_tokens(y)
+        shard = self.trading(context)
+        y = y if shard is None else shard.to_tokens(y)
         return self.c_proj(y.flatten(-2)).to(x.dtype)
 
     def projection_flops(self) -> Flops:
@@ -326,15 +325,13 @@ class ProjectedMixer(Mixer):
         return (self.q_width + 2 * self.kv_width) * element_size
 
 
-def _last(state: ProjectedState | Sequence[ProjectedState | None] | None) -> tuple[Last, Last, Last]:
+def _before(
+    state: ProjectedState | Sequence[ProjectedState | None] | None,
+) -> tuple[Sequence[Last], int | tuple[int, ...]]:
+    """Read the last vectors of q, k and v and the position from a state, or from those of a packed row."""
     if state is None or isinstance(state, ProjectedState):
-        state = state or ProjectedState()
-        return state.shift_q, state.shift_k, state.shift_v
+        one = state or ProjectedState()
+        return (one.shift_q, one.shift_k, one.shift_v), one.position
     known = [one or ProjectedState() for one in state]
-    return [one.shift_q for one in known], [one.shift_k for one in known], [one.shift_v for one in known]
-
-
-def _position(state: ProjectedState | Sequence[ProjectedState | None] | None) -> int | tuple[int, ...]:
-    if state is None or isinstance(state, ProjectedState):
-        return 0 if state is None else state.position
-    return tuple(0 if one is None else one.position for one in state)
+    last = [one.shift_q for one in known], [one.shift_k for one in known], [one.shift_v for one in known]
+    return last, tuple(one.position for one in known)

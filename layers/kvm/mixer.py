@@ -156,7 +156,7 @@ class KVM(ProjectedMixer):
         }
         operator: KVMState | None = None
         made: Any
-        if context.shard is not None and not self._by_heads(context):
+        if context.shard is not None and self.trading(context) is None:
             y, made = sharded_attention(q, Tokens(k, v, gate), context.shard, **settings)
         else:
             settings |= {"lengths": context.row_lengths, "want_state": context.want_state}
@@ -188,9 +188,9 @@ class KVM(ProjectedMixer):
                 f"layer {site.layer} ({cls.kind}): {tokens} tokens do not divide over {size} ranks"
             )
 
-    def _by_heads(self, context: Context) -> bool:
+    def trading(self, context: Context) -> SequenceShard | None:
         shard = context.shard
-        return shard is not None and not self.hands_on(self.options, self.site, shard.size)
+        return None if shard is None or self.hands_on(self.options, self.site, shard.size) else shard
 
     def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
         """Count the bytes that ranks send each other. Where heads cannot be shared, each but the last sends
