@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybrid.errors import UserError, words
 from hybrid.recipe import Recipe
 from hybrid.text import columns
 
-from .yardsticks import Yardsticks, measure
+from .yardsticks import Say, Yardsticks, measure
 
 if TYPE_CHECKING:
     from hybrid.train import Summary
@@ -21,11 +22,18 @@ SAMPLE_LINES = 12
 LINE_WIDTH = 100
 
 
-def report(recipe: Recipe, summary: Summary) -> str:
-    """Write the table. Reads the data folder for the yardsticks, which are kept there once computed."""
+def report(recipe: Recipe, summary: Summary, say: Say = print) -> str:
+    """Write the table. With `train.yardsticks` reads the data folder, where they are kept once computed, and
+    tells `say` what is being done; what cannot be measured is left out, which is said."""
     lines = ["", *_costs(summary)]
     if not math.isnan(summary.bits_per_byte):  # some text is held out
-        lines = ["", _scores(summary, measure(recipe.data, recipe.train.eval_tokens)), *lines]
+        yardsticks = None
+        if recipe.train.yardsticks:
+            try:
+                yardsticks = measure(recipe.data, recipe.train.eval_tokens, say)
+            except (UserError, OSError) as error:  # the run is whole, whatever comes of these
+                say(f"no yardsticks: {words(error)}")
+        lines = ["", _scores(summary, yardsticks), *lines]
     for number, sample in enumerate(summary.samples, 1):
         lines += ["", f"sample {number}", *_excerpt(sample)]
     lines += ["", f"run directory     {summary.run}"]
@@ -34,13 +42,15 @@ def report(recipe: Recipe, summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def _scores(summary: Summary, yardsticks: Yardsticks) -> str:
-    title = f"{yardsticks.bytes:,} held-out bytes ({yardsticks.tokens:,} tokens)"
+def _scores(summary: Summary, yardsticks: Yardsticks | None) -> str:
     rows = [
-        [title, "bits per byte", ""],
+        ["held-out text", "bits per byte", ""],
         ["  before training", f"{summary.bits_per_byte_before:.3f}", ""],
         [f"  after step {summary.steps:,}", f"{summary.bits_per_byte:.3f}", ""],
     ]
+    if yardsticks is None:
+        return columns(rows, left={0, 2})
+    rows[0][0] = f"{yardsticks.bytes:,} held-out bytes ({yardsticks.tokens:,} tokens)"
     for name, bits in (
         (f"token bigram (m = {yardsticks.strength})", yardsticks.bigram),
         ("xz -9e", yardsticks.xz),

@@ -7,14 +7,15 @@ import hashlib
 import json
 import lzma
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hybrid.data.store import train_tokens
+from hybrid.data.store import Store, train_tokens
 from hybrid.data.validation import ValidationSet
 from hybrid.errors import DataError
 from hybrid.files import read_json, write_json
@@ -31,6 +32,17 @@ CACHE = "yardsticks.json"
 TOKENS_AT_ONCE = 1 << 20
 """Training tokens counted at a time."""
 
+TRAINING_TOKENS = 100_000_000
+"""Training tokens counted at most: of more text every n-th document is taken. Half a minute."""
+
+SCORED_TOKENS = 1 << 22
+"""Held-out tokens measured at most, as xz takes a second for about a megabyte."""
+
+SAID_SECONDS = 10.0
+"""Between two lines that tell how far the count is."""
+
+Say = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class Yardsticks:
@@ -46,25 +58,35 @@ class Yardsticks:
     """Their bytes."""
 
 
-def measure(data: DataSection, tokens: int | None = None) -> Yardsticks:
+def measure(data: DataSection, tokens: int | None = None, say: Say = print) -> Yardsticks:
     """Measure both yardsticks on the validation set of at most `tokens` tokens (`train.eval_tokens`).
 
-    Results are kept in the data folder and computed again when the shards, or what is held out, changed.
+    Results are kept in the data folder, where that can be written, and computed again when the shards, or
+    what is held out, changed. `say` gets lines about what is being done.
+
+    Raises DataError for more held-out text than SCORED_TOKENS, and for data that cannot be read.
     """
     folder = Path(data.folder)
     key = _key(folder, data, tokens)
     known = _read_cache(folder / CACHE)
-    with contextlib.suppress(KeyError, TypeError):  # new, or damaged and worth nothing
-        return Yardsticks(**known[key])
-    result = _measure(data, tokens)
-    write_json(folder / CACHE, {**known, key: asdict(result)})
+    if (found := _stored(known.get(key))) is not None:
+        return found
+    result = _measure(data, tokens, say)
+    with contextlib.suppress(OSError):  # the folder may be another's
+        write_json(folder / CACHE, {**known, key: asdict(result)})
     return result
 
 
-def _measure(data: DataSection, tokens: int | None) -> Yardsticks:
+def _measure(data: DataSection, tokens: int | None, say: Say) -> Yardsticks:
     scored = ValidationSet(data, tokens)
+    if scored.tokens > SCORED_TOKENS:
+        raise DataError(
+            f"the held-out text has {scored.tokens:,} tokens, and yardsticks are measured of at most "
+            f"{SCORED_TOKENS:,}: set train.eval_tokens"
+        )
     before, after = _pairs(list(scored.arrays()))
-    bigram = score_bigram(_training_pairs(train_tokens(data)), before, after, scored.vocab_size)
+    bigram = score_bigram(_training_pairs(data, say), before, after, scored.vocab_size)
+    say(f"yardsticks: compressing {scored.bytes:,} held-out bytes")
     bits = bigram.nats / math.log(2)
     compressed = 8 * xz_bytes(scored.raw_bytes())
     return Yardsticks(
@@ -72,16 +94,26 @@ def _measure(data: DataSection, tokens: int | None) -> Yardsticks:
     )
 
 
-def _training_pairs(documents: Iterable[np.ndarray]) -> Iterator[Pairs]:
-    """Pair the tokens inside each document, many documents at a time."""
+def _training_pairs(data: DataSection, say: Say) -> Iterator[Pairs]:
+    """Pair the tokens inside each document, many documents or a stretch of a long one at a time."""
+    total = sum(int(source.tokens[~source.held_out].sum()) for source in Store(data).sources.values())
+    every = max(1, -(-total // TRAINING_TOKENS))
+    of = f"{min(total, TRAINING_TOKENS):,} training tokens" + (f" of {total:,}" if every > 1 else "")
+    say(f"yardsticks (train.yardsticks): counting {of}")
     waiting: list[np.ndarray] = []
-    size = 0
-    for document in documents:
-        waiting.append(document)
-        size += len(document)
-        if size >= TOKENS_AT_ONCE:
-            yield _pairs(waiting)
-            waiting, size = [], 0
+    size, counted, said = 0, 0, time.monotonic()
+    for document in train_tokens(data, every):
+        for start in range(0, len(document) - 1, TOKENS_AT_ONCE):
+            waiting.append(document[start : start + TOKENS_AT_ONCE + 1])
+            size += len(waiting[-1])
+            if size >= TOKENS_AT_ONCE:
+                yield _pairs(waiting)
+                waiting, counted, size = [], counted + size, 0
+            if counted >= TRAINING_TOKENS:
+                return
+            if time.monotonic() > said + SAID_SECONDS:
+                said = time.monotonic()
+                say(f"yardsticks: {counted:,} of {of} counted")
     if waiting:
         yield _pairs(waiting)
 
@@ -95,15 +127,24 @@ def _key(folder: Path, data: DataSection, tokens: int | None) -> str:
     """Hash what results depend on: the shards (their report), what of them is held out, and the cap."""
     used = {name: source.validation for name, source in data.sources.items()}
     # the context bounds what one document gives to a capped set
-    facts = json.dumps([used, tokens, data.context if tokens else None], sort_keys=True)
+    facts = json.dumps([used, tokens, data.context if tokens else None, TRAINING_TOKENS], sort_keys=True)
     return hashlib.sha256((folder / "report.json").read_bytes() + facts.encode()).hexdigest()[:16]
 
 
-def _read_cache(path: Path) -> dict[str, dict[str, Any]]:
+def _read_cache(path: Path) -> dict[str, Any]:
     try:
         return read_json(path, {})
-    except (FileNotFoundError, DataError):  # absent, or damaged and worth nothing
+    except (OSError, DataError):  # absent, another's, or damaged and worth nothing
         return {}
+
+
+def _stored(entry: Any) -> Yardsticks | None:
+    """Take results from the cache; None for what was never written there."""
+    kinds = {field.name: float if field.name in ("bigram", "xz") else int for field in fields(Yardsticks)}
+    if not isinstance(entry, dict) or entry.keys() != kinds.keys():
+        return None
+    right = (type(entry[name]) is kind and 0 < entry[name] < math.inf for name, kind in kinds.items())
+    return Yardsticks(**entry) if all(right) else None
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,9 @@ class TrainSection:
     """0: only before the first and after the last step."""
     eval_tokens: int | None = key(None, least=1)
     """Held-out tokens scored each time; None: all."""
+    yardsticks: bool = False
+    """Measure a token bigram and xz on the same held-out text, for the table at the end. The bigram counts at
+    most 100 million training tokens."""
     activation_checkpointing: bool = False
     loss_chunk: int = key(2048, least=1)
     """Tokens whose logits exist at once."""
