@@ -24,19 +24,22 @@ from .coerce import coerce, looks_typed, shown
 from .letters import LayerTable
 from .reader import COMMAND_LINE, Problem, RecipeError, RecipeText, Tree, join
 from .rules import examine
-from .schema import OTHER_NAMES, RENAMED, Recipe, types_of
+from .schema import OTHER_NAMES, RENAMED, Recipe, renamed, types_of
 
 _MALFORMED = re.compile(r"(?<!\\)(?:\\\\)*(\$\{(?![A-Za-z_][\w-]*(?:\.[\w-]+)*\})[^}]{0,40}\}?)")
 """A "${" that is not escaped and does not begin a reference such as ${model.hidden_size}."""
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Recipe:
+def load(
+    path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None, saved: bool = False
+) -> Recipe:
     """Read, merge and check a recipe.
 
     Args:
         path: a YAML or JSON file, or the name of a shipped recipe such as `quickstart`.
         overrides: `section.key=value` texts, later ones win.
         world_size: number of processes, where known: the batch arithmetic is then checked too.
+        saved: a run wrote the file; keys that were renamed since are then understood.
 
     Returns:
         The recipe with every layer option filled in (`model.layers`), `model.depth` and `model.expanded`.
@@ -46,7 +49,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | N
     """
     text = RecipeText(path, overrides)
     merged = cast(Tree, OmegaConf.to_container(OmegaConf.structured(Recipe)))
-    for table in text.tables:
+    for table in map(renamed, text.tables) if saved else text.tables:
         # an empty section changes nothing
         _overlay(merged, {name: v for name, v in table.items() if v is not None or name not in merged})
     problems: list[Problem] = []

@@ -226,7 +226,19 @@ class Recipe:
 
 
 RENAMED = {"train.carry_chunks": "train.tbptt_chunks"}
-"""Keys of earlier versions -> today's: recipes are refused with the new name, checkpoints are understood."""
+"""Keys of earlier versions -> today's: what people write is refused with the new name, what runs saved is
+understood (see `renamed`)."""
+
+
+def renamed(saved: dict[str, Any]) -> dict[str, Any]:
+    """Give the keys of a recipe that an earlier version saved the names they have today."""
+    found = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in saved.items()}
+    for old, new in RENAMED.items():
+        section, _, name = old.partition(".")
+        if isinstance(found.get(section), dict) and name in found[section]:
+            found[section][new.partition(".")[2]] = found[section].pop(name)
+    return found
+
 
 OTHER_NAMES = {
     "learning_rate": "optimizer.lr",

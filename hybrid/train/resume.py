@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hybrid.checkpoint.folder import Origin
 from hybrid.checkpoint.run import load_weights, newest_weights, tokenizer_of
 from hybrid.errors import TrainError
-from hybrid.recipe.schema import RENAMED, Recipe
+from hybrid.recipe.schema import Recipe, renamed
 
 FIXED = {
     "model": None,
@@ -40,7 +40,7 @@ def check(origin: Origin, recipe: Recipe, tokenizer: str, world_size: int) -> li
             f"the checkpoint's tokenizer has fingerprint {origin.tokenizer[:12]}, that of "
             f"{recipe.data.folder} {tokenizer[:12]}: the data was prepared anew with another one"
         )
-    changes = dict(_changes(_renamed(origin.recipe), plain(recipe)))
+    changes = dict(_changes(renamed(origin.recipe), plain(recipe)))
     refused = [text for key, text in changes.items() if _fixed(key)]
     if refused:
         raise TrainError(
@@ -51,16 +51,6 @@ def check(origin: Origin, recipe: Recipe, tokenizer: str, world_size: int) -> li
     if origin.world_size != world_size:
         shown.append(f"processes: {origin.world_size} -> {world_size}")
     return shown
-
-
-def _renamed(stored: dict[str, Any]) -> dict[str, Any]:
-    """Give the keys of a recipe stored by an earlier version the names they have today."""
-    found = {section: dict(keys) for section, keys in stored.items()}
-    for old, new in RENAMED.items():
-        section, _, name = old.partition(".")
-        if name in found.get(section, {}):
-            found[section][new.partition(".")[2]] = found[section].pop(name)
-    return found
 
 
 def plain(recipe: Recipe) -> dict[str, Any]:

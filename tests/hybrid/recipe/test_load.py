@@ -93,6 +93,8 @@ def test_unknown_keys_are_refused_with_the_nearest(base, override, words):
 def test_an_old_key_is_refused_with_its_new_name(base, write):
     renamed = "was renamed train.tbptt_chunks"
     assert refused(base, "train.carry_chunks=2") == [f"train.carry_chunks (command line): {renamed}"]
+    saved = write("base: base.yaml\ntrain:\n  carry_chunks: 1\n")
+    assert load(saved, saved=True).train.tbptt_chunks == 1  # what an earlier version wrote into its run
     path = write("base: base.yaml\ntrain:\n  carry_chunks: 2\n")
     assert refused(path) == [f"train.carry_chunks (mine.yaml:3): {renamed}"]
 
