@@ -50,6 +50,8 @@ class Progress:
     tokens: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    empty: int = 0
+    """Steps without a counted token, which change nothing; not among the skipped ones."""
     bits_per_byte_before: float | None = None
     """On held-out text before the first step."""
 

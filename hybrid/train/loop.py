@@ -116,6 +116,10 @@ def _count(run: Run, result: StepResult) -> None:
     progress.step += 1
     progress.sample += train.batch_size
     progress.tokens += result.tokens
+    if result.empty:
+        progress.empty += 1
+        run.metrics.say(f"step {progress.step} is empty: no token of it is counted; it changes nothing")
+        return
     run.last_loss = result.loss
     if not result.update.skipped:
         progress.skipped_in_a_row = 0
@@ -143,21 +147,26 @@ def _log(run: Run, result: StepResult, rate: float) -> None:
     if progress.step % run.recipe.monitor.log_every and progress.step != steps:
         return
     values = {
-        "train/loss": result.loss,
-        "train/loss_largest": result.loss_largest,
         "train/learning_rate": rate,
-        "train/gradient_norm": result.update.norm,
-        "train/clip_factor": result.update.clip_factor,
         "train/skipped": progress.skipped,
+        "train/empty": progress.empty,
         "train/tokens": progress.tokens,
-        "train/z": result.z,
         "data/checksum": result.checksum,
     }
+    if not result.empty:
+        values |= {
+            "train/loss": result.loss,
+            "train/loss_largest": result.loss_largest,
+            "train/gradient_norm": result.update.norm,
+            "train/clip_factor": result.update.clip_factor,
+            "train/z": result.z,
+        }
     speed = run.throughput.report()
     run.metrics.write(progress.step, values | speed)
     left = clock(run.throughput.seconds_per_step * (steps - progress.step))
+    loss = "-" if result.empty else f"{result.loss:.4f}"
     run.metrics.say(
-        f"step {progress.step}/{steps}  loss {result.loss:.4f}  "
+        f"step {progress.step}/{steps}  loss {loss}  "
         f"{speed['speed/tokens_per_second']:,.0f} tokens/s  {left} left"
     )
 

@@ -78,6 +78,7 @@ def in_ranks(
     steps: int = STEPS,
     bad_step: int | None = None,
     bad: str = "loss",
+    empty_step: int | None = None,
     z_loss: float = 0.0,
     **section: Any,
 ) -> dict[str, Any]:
@@ -89,6 +90,8 @@ def in_ranks(
     with patched(bf16_optimizer, "see_memory_usage", lambda *_, **__: None):  # a garbage collection each
         engine = Engine(model(), recipe(stage, precision, **section), geometry, world)
     ids, labels = data(world.size)
+    if empty_step is not None:
+        labels[empty_step] = IGNORE
     mine = slice(world.rank * SEQUENCES, (world.rank + 1) * SEQUENCES)
     found: dict[str, Any] = {"hashes": [fingerprint(engine)], "steps": []}
     true_forward = Engine.forward
@@ -228,6 +231,20 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(
         assert found["hashes"][2] == found["hashes"][1]
         assert found["hashes"][3] != found["hashes"][2]
     assert ranks[0]["hashes"] == ranks[1]["hashes"]
+
+
+@pytest.mark.parametrize(("precision", "stage"), STAGES)
+def test_a_step_without_counted_tokens_changes_nothing(two_ranks, precision: str, stage: int):
+    """Neither momentum nor decay moves a weight, and the next step is as if the empty one had not been."""
+    ranks = two_ranks.run(in_ranks, stage, precision, 4, empty_step=1, weight_decay=0.5)
+    _, after = reference(2, skip=1, weight_decay=0.5)["steps"]
+    for found in ranks:
+        loss, *update = found["steps"][1]
+        assert math.isnan(loss)
+        assert update == [0.0, 0.0, True]
+        assert found["hashes"][2] == found["hashes"][1]
+        assert found["hashes"][3] != found["hashes"][2]
+        assert found["steps"][2][:2] == pytest.approx(after, rel=2e-5 if precision == "fp32" else 2e-2)
 
 
 class Lengths(torch.nn.Module):
