@@ -139,7 +139,8 @@ def _weights_fault(tag: Path) -> str | None:
     weights = [name for name in sums if name.startswith("model") and name.endswith(".safetensors")]
     if not weights:
         return f"{MANIFEST} does not list any weights"
-    return next(filter(None, (file_fault(tag / name, *sums[name]) for name in weights)), None)
+    needed = [TRAINER, *weights]  # the record says with which tokenizer they were trained
+    return next(filter(None, (file_fault(tag / name, *sums[name]) for name in needed)), None)
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
