@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import re
 import shutil
 import threading
@@ -15,7 +18,7 @@ from safetensors.torch import load_file
 
 from hybrid.checkpoint import tensor_files
 from hybrid.checkpoint.folder import CheckpointFolder, Origin, Progress, read_trainer, tags_in
-from hybrid.checkpoint.run import load_weights, newest_weights
+from hybrid.checkpoint.run import load_weights, newest_weights, opened
 from hybrid.checkpoint.writer import Writer
 from hybrid.distributed.world import World
 from hybrid.errors import TrainError
@@ -369,3 +372,30 @@ def test_a_record_of_another_version_is_refused(three: CheckpointFolder, content
     (three.path / "step_00000030" / "trainer.json").write_text(content)
     with pytest.raises(TrainError, match=r"trainer\.json is damaged, or of another version"):
         read_trainer(three.path / "step_00000030")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EIO])
+def test_without_locks_a_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+):
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with opened(tmp_path / "run"):
+        pass
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'run' / 'lock'} cannot be locked ({os.strerror(number)}): going on" in said
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("elsewhere", path)])
+def test_a_lock_that_is_no_file_is_named(tmp_path: Path, make: Any):
+    make(tmp_path / "lock")
+    with pytest.raises(TrainError, match=r"lock cannot be opened to lock .*: remove it"), opened(tmp_path):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_error_within_a_run_is_not_taken_for_one_of_its_lock(tmp_path: Path):
+    with pytest.raises(BlockingIOError), opened(tmp_path):
+        raise BlockingIOError
