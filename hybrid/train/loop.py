@@ -29,13 +29,15 @@ class Hook:
     """What else happens at some points of the loop. All ranks call all hooks in the same order.
 
     `batches` and `passes` of the step have been read and made so far. `after_backward` comes before the
-    update, `after_step` when the step is logged and evaluated, and before it is saved.
+    update, `after_scored` after every batch of held-out text, and `after_step` when the step is logged and
+    evaluated, and before it is saved.
     """
 
     def before_step(self, run: Run) -> None: ...
     def after_fetch(self, run: Run, batches: int) -> None: ...
     def after_forward(self, run: Run) -> None: ...
     def after_backward(self, run: Run, passes: int) -> None: ...
+    def after_scored(self, run: Run) -> None: ...
     def after_step(self, run: Run, result: StepResult) -> None: ...
 
 
@@ -180,7 +182,12 @@ def evaluate(run: Run) -> validation.Score:
         result = validation.Score(math.nan, math.nan)
     else:
         model, chunks = run.engine.model, run.recipe.train.tbptt_chunks
-        result = validation.score(model, run.held_out, run.world, chunks)
+
+        def after_batch() -> None:
+            for hook in run.hooks:
+                hook.after_scored(run)
+
+        result = validation.score(model, run.held_out, run.world, chunks, after_batch)
         values = {"validation/loss": result.loss, "validation/bits_per_byte": result.bits_per_byte}
         run.metrics.write(step, values)
         run.metrics.say(
