@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.distributed.world import World
-from hybrid.errors import TrainError
+from hybrid.errors import TrainError, words
 from hybrid.files import PARTIAL, replacing, sha256, sync, write_text
 
 TAG = re.compile(r"step_(\d{8})")
@@ -50,6 +50,8 @@ class Progress:
     tokens: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    empty: int = 0
+    """Steps without a counted token, which change nothing; not among the skipped ones."""
     bits_per_byte_before: float | None = None
     """On held-out text before the first step."""
 
@@ -167,27 +169,34 @@ class CheckpointFolder:
         """Main rank only: make an empty folder for a tag to be written, and remove leftovers of others."""
         self.path.mkdir(parents=True, exist_ok=True)
         for leftover in self.path.glob(f"*{PARTIAL}"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=leftover != partial)
         partial.mkdir()
 
-    def publish(self, partial: Path) -> None:
-        """Main rank only: give a written tag its name, then drop the oldest beyond `keep_last`."""
+    def publish(self, partial: Path) -> list[str]:
+        """Main rank only: give a written tag its name, then drop the oldest beyond `keep_last`; returns which
+        could not be deleted, and why."""
         folder, tag = partial.parent, partial.name.removesuffix(PARTIAL)
         sync(partial)
         os.rename(partial, folder / tag)
         write_text(folder / LATEST, tag + "\n")
         sync(folder)
         tags = tags_in(folder)
-        for old in tags[: -self._keep_last]:
-            shutil.rmtree(folder / old)
-        for aside in folder.glob(f"step_*{ASIDE}"):
-            if aside.stem <= tags[-1]:  # training has come as far again
-                shutil.rmtree(aside)
+        needless = [folder / old for old in tags[: -self._keep_last]]
+        # Set aside, and training has come as far again.
+        needless += [aside for aside in folder.glob(f"step_*{ASIDE}") if aside.stem <= tags[-1]]
+        problems = []
+        for old in needless:
+            try:
+                shutil.rmtree(old)
+            except OSError as error:
+                problems.append(f"could not delete the old checkpoint {old}: {words(error)}")
+        return problems
 
-    def publish_copy(self, tag: str, on_chunk: Callable[[], None]) -> None:
-        """Main rank only: copy a tag to the second folder, if there is one, and drop its oldest too."""
+    def publish_copy(self, tag: str, on_chunk: Callable[[], None]) -> list[str]:
+        """Main rank only: copy a tag to the second folder, if there is one, and drop its oldest too; returns
+        which could not be deleted."""
         if self.copy is None:
-            return
+            return []
         partial = self.copy / (tag + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -196,7 +205,7 @@ class CheckpointFolder:
                 while chunk := old.read(COPIED_AT_ONCE):
                     new.write(chunk)
                     on_chunk()
-        self.publish(partial)
+        return self.publish(partial)
 
     def _stop(self, why: str) -> None:
         """Raise what all ranks have found alike."""

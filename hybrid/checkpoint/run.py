@@ -14,12 +14,11 @@ RUN/
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from hybrid import recipe as recipes
 from hybrid.data.tokenizer import Tokenizer
 from hybrid.distributed.world import World
 from hybrid.errors import TrainError
-from hybrid.files import write_json, write_text
+from hybrid.files import lock, write_json, write_text
 from hybrid.model import HybridLM
 from hybrid.recipe.schema import Recipe
 
@@ -46,16 +45,30 @@ PACKAGES = ("kvm-hybrid", "torch", "deepspeed", "numpy", "sentencepiece", "grain
 def opened(run: Path) -> Iterator[None]:
     """Create a run directory and keep other runs out of it while the block runs.
 
-    Main rank only. TrainError when another process is training there.
+    Main rank only. TrainError when another process is training there, or the lock is no file to open.
+    Where the file system has no locks, that is said on standard error.
     """
     run.mkdir(parents=True, exist_ok=True)
-    with open(run / "lock", "w") as lock:
+    path = run / "lock"
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            missing = stack.enter_context(lock(path, wait=False))
+        except BlockingIOError as error:
             raise TrainError(
                 f"another process is training in {run}: give this one another train.output"
             ) from error
+        except OSError as error:
+            raise TrainError(
+                f"{path} cannot be opened to lock {run} ({error.strerror}): remove it, or give another "
+                "train.output"
+            ) from error
+        if missing is not None:
+            print(
+                f"{path} cannot be locked ({missing.strerror}): going on without a lock; see to it that no "
+                "other process trains there, or give a train.output on a file system with locks",
+                file=sys.stderr,
+                flush=True,
+            )
         yield
 
 
@@ -139,7 +152,8 @@ def _weights_fault(tag: Path) -> str | None:
     weights = [name for name in sums if name.startswith("model") and name.endswith(".safetensors")]
     if not weights:
         return f"{MANIFEST} does not list any weights"
-    return next(filter(None, (file_fault(tag / name, *sums[name]) for name in weights)), None)
+    needed = [TRAINER, *weights]  # the record says with which tokenizer they were trained
+    return next(filter(None, (file_fault(tag / name, *sums[name]) for name in needed)), None)
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:

@@ -134,7 +134,7 @@ class Writer:
             self._give_up(save, found)
         elif save.finishing:
             self._save = None
-            self._saved(save, job.result() if job else None)
+            self._saved(save, job.result() if job else [])
         else:
             assert job is not None
             sums = {
@@ -182,8 +182,9 @@ class Writer:
                     sums[name] = {"bytes": size, "sha256": sha256(partial / name)}
         return sums
 
-    def _finish(self, partial: Path, sums: Sums) -> str | None:
-        """Main rank: make a tag of the written files. Returns why it could not be copied, if so."""
+    def _finish(self, partial: Path, sums: Sums) -> list[str]:
+        """Main rank: make a tag of the written files. Returns why it could not be copied, or old ones could
+        not be deleted, if so."""
         for name, entry in sums.items():
             if not (partial / name).is_file() or (partial / name).stat().st_size != entry["bytes"]:
                 raise OSError(
@@ -191,21 +192,20 @@ class Writer:
                     "for train.output"
                 )
         write_json(partial / MANIFEST, {"files": sums})
-        self._folder.publish(partial)
+        problems = self._folder.publish(partial)
         try:
-            self._folder.publish_copy(partial.name.removesuffix(PARTIAL), self._world.heartbeat.beat)
+            problems += self._folder.publish_copy(partial.stem, self._world.heartbeat.beat)
         except OSError as error:  # shutil.Error too
-            return words(error)
-        return None
+            problems.append(
+                f"could not copy checkpoint {partial.stem} to {self._folder.copy}: {words(error)}"
+            )
+        return problems
 
-    def _saved(self, save: _Save, copy_problem: str | None) -> None:
+    def _saved(self, save: _Save, problems: list[str]) -> None:
         self.saved_step = save.step
         self._log.write(save.step, {"checkpoint/seconds": time.perf_counter() - save.began})
-        if copy_problem:
-            self._log.say(
-                f"could not copy checkpoint {save.partial.stem} to {self._folder.copy}: {copy_problem}; "
-                "training goes on"
-            )
+        for problem in problems:
+            self._log.say(f"{problem}; training goes on")
 
     def _give_up(self, save: _Save, problem: str) -> None:
         """Give the space back, and say what is left."""

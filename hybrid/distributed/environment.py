@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 from hybrid.errors import TrainError
 
@@ -42,6 +43,58 @@ def set_single_process() -> None:
             "processes with `deepspeed --module hybrid train` or `torchrun -m hybrid train`, or unset "
             "them"
         )
+
+
+def default_threads(local_size: int) -> int | None:
+    """Choose the CPU threads of each of `local_size` processes here; None leaves it to torch.
+
+    A number that the user set stays (torchrun sets 1 by itself), and cores that a scheduler bound this
+    process to are its own; those of the whole machine, and what a control group allows, are shared.
+    """
+    told = os.environ.get("OMP_NUM_THREADS")
+    if told and not (told == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+        return None
+    cores = len(os.sched_getaffinity(0))
+    mine = cores if cores != os.cpu_count() else max(1, cores // local_size)
+    quota = cpu_quota()
+    allowed = mine if quota is None else min(mine, max(1, int(quota / local_size)))
+    return None if local_size == 1 and allowed == cores else allowed
+
+
+def cpu_quota(
+    groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
+) -> float | None:
+    """Read how many cores' time this process' control groups (version 1 or 2) allow it; None for no limit."""
+    found = []
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, _, fields = line.partition(":")
+        controllers, colon, name = fields.partition(":")
+        if not colon or (controllers and "cpu" not in controllers.split(",")):
+            continue
+        for root in (
+            (mounted / controllers, mounted / "cpu") if controllers else (mounted, mounted / "unified")
+        ):
+            folder = root / name.lstrip("/")
+            for place in (folder, *folder.parents):
+                if place.is_relative_to(root):
+                    found += _quota_of(place)
+    return min(found, default=None)
+
+
+def _quota_of(folder: Path) -> list[float]:
+    """Read the limit in one control group's folder, if it has one."""
+    try:
+        if (folder / "cpu.max").is_file():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return [float(quota) / float(period)] if quota != "max" and float(quota) > 0 else []
+    except (OSError, ValueError, ZeroDivisionError):
+        return []
 
 
 def free_port() -> int:

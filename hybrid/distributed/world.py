@@ -183,8 +183,7 @@ def start(threads: int | None = None) -> World:
     """Join the run's other processes, or be the only one; picks device and backend by what is there.
 
     Args:
-        threads: CPU threads of this process; None: torch's choice for one process, cores / processes for
-            several.
+        threads: CPU threads of this process; None: see `environment.default_threads`.
 
     Raises TrainError when the launcher's variables are incomplete, a GPU is missing or the port is busy.
     """
@@ -197,8 +196,8 @@ def start(threads: int | None = None) -> World:
     # What decays to nothing, as the start of a long sequence does in a linear RNN, ends in denormal numbers,
     # which CPUs compute ten times as slowly. Before threads start, which take this over.
     torch.set_flush_denormal(True)
-    if threads is None and local_size > 1:
-        threads = max(1, len(os.sched_getaffinity(0)) // local_size)
+    if threads is None:
+        threads = environment.default_threads(local_size)
     if threads is not None:
         torch.set_num_threads(threads)
     device = _device(local_rank)

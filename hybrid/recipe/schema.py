@@ -191,7 +191,7 @@ class TrainSection:
     """Non-finite steps in a row after which training stops."""
     compile: bool = False
     threads: int | None = key(None, least=1, most=1024)
-    """CPU threads per process; None: torch's choice for one process, cores / processes for several."""
+    """CPU threads per process; None: OMP_NUM_THREADS, or this process' share of the cores."""
     prompts: list[str] = field(default_factory=list)
     """Continued with samples at the end of training."""
     sample_tokens: int = key(64, least=0)

@@ -150,7 +150,7 @@ def _refuse_partitioned(_module: nn.Module, state: dict[str, Any], *_: Any) -> N
 def settings(recipe: Recipe, geometry: Geometry, parameters: int, world: World) -> dict[str, Any]:
     """Write DeepSpeed's configuration; everything it would otherwise choose by itself is said."""
     bf16 = recipe.train.precision == "bf16"
-    bucket = max(1, min(parameters, LARGEST_BUCKET))
+    bucket = min(2 * -(-parameters // 2), LARGEST_BUCKET)  # DeepSpeed takes even sizes only
     zero: dict[str, Any] = {"stage": recipe.parallel.zero_stage, "reduce_bucket_size": bucket}
     if recipe.parallel.zero_stage > 0:
         zero |= {"allgather_bucket_size": bucket, "overlap_comm": world.device.type == "cuda"}

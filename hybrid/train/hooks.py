@@ -20,6 +20,8 @@ from .tbptt import token_range
 PASSES_TO_STOP, BATCHES_TO_STOP = 8, 64
 """After so many passes of a step, or batches read for it, it is seen whether to stop there."""
 
+WITHIN_STEP = "within step {1}; the same command begins that step again"
+
 
 class SignsOfLife(Hook):
     """Tells the watchdog that training goes on."""
@@ -52,11 +54,14 @@ class StopSignals(Hook):
 
     def after_fetch(self, run: Run, batches: int) -> None:
         if batches % BATCHES_TO_STOP == 0:
-            self._leave_step_if_asked(run)
+            self._leave_if_asked(run, WITHIN_STEP)
 
     def after_backward(self, run: Run, passes: int) -> None:
         if passes % PASSES_TO_STOP == 0:
-            self._leave_step_if_asked(run)
+            self._leave_if_asked(run, WITHIN_STEP)
+
+    def after_scored(self, run: Run) -> None:
+        self._leave_if_asked(run, "within the evaluation after step {0}; the same command goes on from there")
 
     def after_step(self, run: Run, result: StepResult) -> None:
         step, signals = run.progress.step, self._signals
@@ -70,8 +75,8 @@ class StopSignals(Hook):
         if asked_to_save:
             save(run, no_timeout=last)
 
-    def _leave_step_if_asked(self, run: Run) -> None:
-        """Keep what there was before the step, which is to be taken again."""
+    def _leave_if_asked(self, run: Run, when: str) -> None:
+        """Keep what there was after the last whole step; `when` has places for its number and the next."""
         run.world.heartbeat.beat()
         if not run.world.gather_numbers([self._signals.stop]).any():
             return
@@ -79,7 +84,7 @@ class StopSignals(Hook):
         if step:
             save(run, no_timeout=True)
             wait_saved(run)
-        stop(run, f"within step {step + 1}; the same command begins that step again")
+        stop(run, when.format(step, step + 1))
 
 
 def stop(run: Run, when: str) -> NoReturn:

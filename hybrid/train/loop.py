@@ -29,13 +29,15 @@ class Hook:
     """What else happens at some points of the loop. All ranks call all hooks in the same order.
 
     `batches` and `passes` of the step have been read and made so far. `after_backward` comes before the
-    update, `after_step` when the step is logged and evaluated, and before it is saved.
+    update, `after_scored` after every batch of held-out text, and `after_step` when the step is logged and
+    evaluated, and before it is saved.
     """
 
     def before_step(self, run: Run) -> None: ...
     def after_fetch(self, run: Run, batches: int) -> None: ...
     def after_forward(self, run: Run) -> None: ...
     def after_backward(self, run: Run, passes: int) -> None: ...
+    def after_scored(self, run: Run) -> None: ...
     def after_step(self, run: Run, result: StepResult) -> None: ...
 
 
@@ -116,6 +118,10 @@ def _count(run: Run, result: StepResult) -> None:
     progress.step += 1
     progress.sample += train.batch_size
     progress.tokens += result.tokens
+    if result.empty:
+        progress.empty += 1
+        run.metrics.say(f"step {progress.step} is empty: no token of it is counted; it changes nothing")
+        return
     run.last_loss = result.loss
     if not result.update.skipped:
         progress.skipped_in_a_row = 0
@@ -143,21 +149,26 @@ def _log(run: Run, result: StepResult, rate: float) -> None:
     if progress.step % run.recipe.monitor.log_every and progress.step != steps:
         return
     values = {
-        "train/loss": result.loss,
-        "train/loss_largest": result.loss_largest,
         "train/learning_rate": rate,
-        "train/gradient_norm": result.update.norm,
-        "train/clip_factor": result.update.clip_factor,
         "train/skipped": progress.skipped,
+        "train/empty": progress.empty,
         "train/tokens": progress.tokens,
-        "train/z": result.z,
         "data/checksum": result.checksum,
     }
+    if not result.empty:
+        values |= {
+            "train/loss": result.loss,
+            "train/loss_largest": result.loss_largest,
+            "train/gradient_norm": result.update.norm,
+            "train/clip_factor": result.update.clip_factor,
+            "train/z": result.z,
+        }
     speed = run.throughput.report()
     run.metrics.write(progress.step, values | speed)
     left = clock(run.throughput.seconds_per_step * (steps - progress.step))
+    loss = "-" if result.empty else f"{result.loss:.4f}"
     run.metrics.say(
-        f"step {progress.step}/{steps}  loss {result.loss:.4f}  "
+        f"step {progress.step}/{steps}  loss {loss}  "
         f"{speed['speed/tokens_per_second']:,.0f} tokens/s  {left} left"
     )
 
@@ -171,7 +182,12 @@ def evaluate(run: Run) -> validation.Score:
         result = validation.Score(math.nan, math.nan)
     else:
         model, chunks = run.engine.model, run.recipe.train.tbptt_chunks
-        result = validation.score(model, run.held_out, run.world, chunks)
+
+        def after_batch() -> None:
+            for hook in run.hooks:
+                hook.after_scored(run)
+
+        result = validation.score(model, run.held_out, run.world, chunks, after_batch)
         values = {"validation/loss": result.loss, "validation/bits_per_byte": result.bits_per_byte}
         run.metrics.write(step, values)
         run.metrics.say(

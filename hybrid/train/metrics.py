@@ -135,7 +135,8 @@ def read_metrics(run: Path | str, *, every_run: bool = False) -> list[dict[str, 
             key = (values["step"], values["run"]) if every_run else values["step"]
         except (ValueError, KeyError, TypeError):
             continue
-        if key in merged and merged[key]["run"] != values["run"]:
+        again = any(name.startswith("train/") for name in values)  # else it was only scored or saved again
+        if again and key in merged and merged[key]["run"] != values["run"]:
             del merged[key]
         merged.setdefault(key, {}).update(values)
     return [merged[key] for key in sorted(merged)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 
@@ -22,13 +23,15 @@ class StepResult:
     """What came of a step; equal on all ranks but for `batches`."""
 
     loss: float
-    """Nats per counted token over the whole step."""
+    """Nats per counted token over the whole step; not a number when none is counted."""
     loss_largest: float
     """The largest of the ranks' own means."""
     z: float
     """Mean of logsumexp(logits)^2 per counted token."""
     tokens: int
     """Ids read."""
+    empty: bool
+    """No rank has a counted token: there is nothing to learn, and the weights stay."""
     checksum: int
     """Sum over the ids read, whatever rank and micro-batch they were in; see `checksum_of`."""
     waited: float
@@ -73,8 +76,12 @@ class Step:
         seen = sum(shard.ids.numel() for shard in shards)
         counts = world.gather_numbers([counted, seen])
         self._counted, self._seen = counts[:, 0], int(counts[:, 1].sum())
-        self._total = max(1.0, float(self._counted.sum()))
+        self._total = float(self._counted.sum())
         self._facts = (sum(map(checksum_of, batches)) % 2**32 if ranks.rank == 0 else 0, waited)
+        if not self._total:
+            # The optimizer would still move the weights, by momentum and decay: any loss will do to be made
+            # a non-finite gradient, for which all ranks leave the step out.
+            shards = [shard._replace(labels=shard.ids) for shard in shards]
         self.passes = [chunk for shard in shards for chunk in tbptt.chunks(shard, tbptt_chunks)]
         self._passes_left = len(self.passes)
         self._reader = tbptt.ChunkReader(engine.forward, world.device)
@@ -93,21 +100,24 @@ class Step:
         if not self._passes_left:
             self._of_ranks = self._world.gather_numbers([*self._sums.tolist(), *self._facts])
         poisoned = not bool(self._of_ranks[:, 0].isfinite().all())
-        weight = self._world.size * len(self.passes) / self._total
-        self._engine.backward(objective * weight, poisoned=poisoned)
+        weight = self._world.size * len(self.passes) / max(1.0, self._total)
+        self._engine.backward(objective * weight, poisoned=poisoned or not self._total)
 
     def update(self) -> StepResult:
-        """Update the weights, unless a loss or the gradient is not finite."""
+        """Update the weights, unless a loss or the gradient is not finite, or no token is counted."""
         losses, z, checksums, waited = self._of_ranks.unbind(1)
+        update, total = self._engine.step(), self._total or math.nan
+        empty = not self._total
         return StepResult(
-            loss=float(losses.sum()) / self._total,
+            loss=float(losses.sum()) / total,
             loss_largest=float((losses / self._counted.clamp(min=1)).max()),
-            z=float(z.sum()) / self._total,
+            z=float(z.sum()) / total,
             tokens=self._seen,
+            empty=empty,
             checksum=int(checksums.sum()) % 2**32,
             waited=float(waited.max()),
             bad_ranks=tuple((~losses.isfinite()).nonzero().flatten().tolist()),
-            update=self._engine.step(),
+            update=Update(0.0, 0.0, skipped=True) if empty else update,
             batches=self._batches,
         )
 

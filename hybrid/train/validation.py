@@ -33,9 +33,15 @@ class Score(NamedTuple):
 
 
 @torch.no_grad()
-def score(model: nn.Module, held_out: ValidationSet, world: World, tbptt_chunks: int = 1) -> Score:
+def score(
+    model: nn.Module,
+    held_out: ValidationSet,
+    world: World,
+    tbptt_chunks: int = 1,
+    after_batch: Callable[[], None] = lambda: None,
+) -> Score:
     """Score the held-out text, every batch read in `tbptt_chunks` chunks; `held_out` gives every rank its own
-    batches, equally many, as a partitioned model (ZeRO-3) needs."""
+    batches, equally many, as a partitioned model (ZeRO-3) needs. `after_batch` is called after each."""
     training = model.training
     model.eval()
     nats, tokens = 0.0, 0
@@ -45,6 +51,7 @@ def score(model: nn.Module, held_out: ValidationSet, world: World, tbptt_chunks:
             loss = reader.read(chunk)
             world.heartbeat.beat("validation")
             nats, tokens = nats + float(loss.total), tokens + int(loss.tokens)
+        after_batch()
     model.train(training)
     nats, counted = world.gather_numbers([nats, tokens]).sum(0).tolist()
     return Score(nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes))

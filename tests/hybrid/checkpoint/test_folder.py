@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import re
 import shutil
 import threading
@@ -15,7 +18,7 @@ from safetensors.torch import load_file
 
 from hybrid.checkpoint import tensor_files
 from hybrid.checkpoint.folder import CheckpointFolder, Origin, Progress, read_trainer, tags_in
-from hybrid.checkpoint.run import load_weights, newest_weights
+from hybrid.checkpoint.run import load_weights, newest_weights, opened
 from hybrid.checkpoint.writer import Writer
 from hybrid.distributed.world import World
 from hybrid.errors import TrainError
@@ -251,6 +254,39 @@ def test_a_copy_that_fails_costs_nothing_else(tmp_path: Path):
     assert "could not copy checkpoint step_00000001" in monitor.said[0]
 
 
+@pytest.mark.parametrize("second", [False, True])
+def test_an_old_tag_that_cannot_be_deleted_is_said_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: bool
+):
+    """The save stands, in both folders, and so does the run: the other old tags go all the same."""
+    kept = checkpoints(tmp_path / "a", keep_last=1, copy=tmp_path / "b")
+    save(kept, 1)
+    stuck = tmp_path / ("b" if second else "a") / "step_00000001"
+    true_rmtree = shutil.rmtree
+
+    def rmtree(path: Path, *arguments: Any, **options: Any) -> None:
+        if path == stuck:
+            raise PermissionError(13, "Permission denied", str(path))
+        true_rmtree(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    writer, monitor = save(kept, 2)
+    assert (writer.saved_step, writer.failure) == (2, "")
+    assert "checkpoint/failures" not in monitor.values
+    assert len(monitor.said) == 1
+    assert f"could not delete the old checkpoint {stuck}: " in monitor.said[0]
+    assert kept.find("auto") == "step_00000002"
+    both = ["step_00000001", "step_00000002"]
+    assert (tags_in(kept.path), tags_in(tmp_path / "b")) == ((both[1:], both) if second else (both, both[1:]))
+
+
+def test_a_leftover_that_cannot_be_deleted_is_no_failure(tmp_path: Path):
+    kept = checkpoints(tmp_path)
+    (tmp_path / "step_00000001.partial").write_text("no folder, as rmtree needs one")
+    writer, monitor = save(kept, 2)
+    assert (writer.saved_step, monitor.said) == (2, [])
+
+
 def test_files_beyond_a_size_are_cut_at_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As other programs cut them: numbered, with an index of the weights."""
     monkeypatch.setattr(tensor_files, "FILE_BYTES", 32)
@@ -302,6 +338,19 @@ def test_a_manifest_that_says_nothing_is_damage(
     assert "step_00000030 is damaged (manifest.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("damage", [b"", b"{}", None])
+def test_a_damaged_record_goes_back_to_an_older_tag(
+    three: CheckpointFolder, capsys: pytest.CaptureFixture[str], damage: bytes | None
+):
+    """To train on, and to read the weights, whose tokenizer it names."""
+    path = three.path / "step_00000030" / "trainer.json"
+    path.unlink() if damage is None else path.write_bytes(damage)
+    assert newest_weights(three.path.parent).name == "step_00000020"
+    assert "step_00000030 is damaged (trainer.json" in capsys.readouterr().err
+    assert three.find("auto") == "step_00000020"
+    assert "step_00000030 is damaged (trainer.json" in capsys.readouterr().out
+
+
 def test_changed_weights_are_not_taken(three: CheckpointFolder, capsys: pytest.CaptureFixture[str]):
     path = three.path / "step_00000030" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -323,3 +372,30 @@ def test_a_record_of_another_version_is_refused(three: CheckpointFolder, content
     (three.path / "step_00000030" / "trainer.json").write_text(content)
     with pytest.raises(TrainError, match=r"trainer\.json is damaged, or of another version"):
         read_trainer(three.path / "step_00000030")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EIO])
+def test_without_locks_a_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+):
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with opened(tmp_path / "run"):
+        pass
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'run' / 'lock'} cannot be locked ({os.strerror(number)}): going on" in said
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("elsewhere", path)])
+def test_a_lock_that_is_no_file_is_named(tmp_path: Path, make: Any):
+    make(tmp_path / "lock")
+    with pytest.raises(TrainError, match=r"lock cannot be opened to lock .*: remove it"), opened(tmp_path):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_error_within_a_run_is_not_taken_for_one_of_its_lock(tmp_path: Path):
+    with pytest.raises(BlockingIOError), opened(tmp_path):
+        raise BlockingIOError

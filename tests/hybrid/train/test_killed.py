@@ -142,6 +142,39 @@ def test_a_step_of_many_passes_is_left_and_taken_again(
     assert tiny.series(tmp_path / "halves") == tiny.series(tmp_path / "straight")
 
 
+def stopped_while_scoring(path: Path, output: Path, step: int, **overrides: Any) -> Any:
+    """A run in which rank 1 gets SIGTERM in the evaluation after a step."""
+    from hybrid.train.hooks import StopSignals
+
+    true_after_scored = StopSignals.after_scored
+
+    def after_scored(hook: Any, run: Any) -> None:
+        if run.progress.step == step and run.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        true_after_scored(hook, run)
+
+    with tiny.patched(StopSignals, "after_scored", after_scored):
+        return tiny.run(path, output, **overrides)
+
+
+@pytest.mark.parametrize(("stage", "step", "every"), [(1, 0, 0), (1, 2, 2), (3, 2, 2), (1, 4, 2), (1, 4, 0)])
+def test_an_evaluation_is_left_and_nothing_is_lost(
+    two_ranks, tiny_recipe: Path, tmp_path: Path, stage: int, step: int, every: int
+):
+    """It may take minutes; the step before it is saved, also where it was the last."""
+    keys = {"parallel__zero_stage": stage, "train__eval_every": every}
+    found = two_ranks.run(stopped_while_scoring, tiny_recipe, tmp_path / "halves", step, **keys)
+    assert found == [("SystemExit", "75")] * 2
+    assert tags_in(tmp_path / "halves" / "checkpoints") == ([f"step_{step:08d}"] if step else [])
+    last = [line for line in read_metrics(tmp_path / "halves") if line["step"] == step]
+    assert not any("validation/loss" in line for line in last)
+    halves = two_ranks.run(tiny.run, tiny_recipe, tmp_path / "halves", **keys)
+    straight = two_ranks.run(tiny.run, tiny_recipe, tmp_path / "straight", **keys)
+    assert tiny.series(tmp_path / "halves")[-1:] == tiny.series(tmp_path / "straight")[-1:]
+    assert halves[0].bits_per_byte == straight[0].bits_per_byte
+    assert halves[0].bits_per_byte_before == straight[0].bits_per_byte_before
+
+
 def stopped_while_reading(path: Path, output: Path, **overrides: Any) -> Any:
     """A run in which rank 1 gets SIGTERM while the first step's batches are read."""
     from hybrid.data.loader import Loader

@@ -50,6 +50,15 @@ def test_one_value_a_step_after_going_back(tmp_path: Path):
     assert {line["run"] for line in both if line["step"] == 12} == {first.run, second.run}
 
 
+def test_scoring_a_finished_run_again_keeps_its_last_step(tmp_path: Path):
+    for values in ({"train/loss": 1.0}, {"validation/loss": 2.0}, {"validation/loss": 3.0}):
+        metrics = Metrics(tmp_path, MonitorSection(tensorboard=False), True, 4)
+        metrics.write(4, values)
+        metrics.close()
+    (line,) = read_metrics(tmp_path)
+    assert (line["train/loss"], line["validation/loss"], line["run"]) == (1.0, 3.0, metrics.run)
+
+
 def test_values_of_one_step_are_merged_and_a_cut_line_is_left_out(tmp_path: Path):
     monitor = Metrics(tmp_path, MonitorSection(tensorboard=False), True, 0)
     monitor.write(1, {"a/x": 1.0})
