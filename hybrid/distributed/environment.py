@@ -49,13 +49,16 @@ def default_threads(local_size: int) -> int | None:
     """Choose the CPU threads of each of `local_size` processes here; None leaves it to torch.
 
     A number that the user set stays (torchrun sets 1 by itself), and cores that a scheduler bound this
-    process to are its own; those of the whole machine, and what a control group allows, are shared.
+    process to are its own; those of the whole machine, those that a launcher started here handed on to all its
+    processes, and what a control group allows, are shared.
     """
     told = os.environ.get("OMP_NUM_THREADS")
     if told and not (told == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
         return None
     cores = len(os.sched_getaffinity(0))
-    mine = cores if cores != os.cpu_count() else max(1, cores // local_size)
+    handed_on = "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_SIZE" in os.environ  # torchrun; deepspeed
+    bound = cores != os.cpu_count() and not handed_on
+    mine = cores if bound else max(1, cores // local_size)
     quota = cpu_quota()
     allowed = mine if quota is None else min(mine, max(1, int(quota / local_size)))
     return None if local_size == 1 and allowed == cores else allowed

@@ -111,6 +111,8 @@ def test_a_place_that_cannot_be_is_refused_at_once(
         ({}, 8, None, 4, 2),
         ({}, 8, None, 16, 1),
         ({}, 4, None, 4, 4),  # a task bound to cores of its own, as srun does
+        ({"CROSS_SIZE": "1"}, 4, None, 4, 1),  # the cores of a launcher started here, as in a container
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 4, None, 2, 2),
         ({"OMP_NUM_THREADS": "3"}, 8, None, 4, None),
         ({"OMP_NUM_THREADS": "1"}, 8, None, 4, None),
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 8, None, 4, 2),
@@ -121,7 +123,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(
     ],
 )
 def test_threads_are_shared_unless_they_were_given(monkeypatch, told, bound, quota, processes, threads):
-    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "CROSS_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
