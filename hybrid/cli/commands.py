@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 from .arguments import Parser, UsageError, count, option, part, path, port, rank
 
@@ -84,8 +85,9 @@ def _prepare(arguments: argparse.Namespace) -> int:
     recipe = _load_recipe(arguments)
     from hybrid.data.preparation.prepare import prepare
 
-    report = prepare(recipe.data, part=arguments.part, processes=arguments.processes, force=arguments.force)
-    print(report)
+    say = partial(print, file=sys.stderr, flush=True)
+    options = {"part": arguments.part, "processes": arguments.processes, "force": arguments.force}
+    print(prepare(recipe.data, **options, say=say))
     return 0
 
 

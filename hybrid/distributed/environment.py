@@ -49,8 +49,8 @@ def default_threads(local_size: int) -> int | None:
     """Choose the CPU threads of each of `local_size` processes here; None leaves it to torch.
 
     A number that the user set stays (torchrun sets 1 by itself), and cores that a scheduler bound this
-    process to are its own; those of the whole machine, those that a launcher started here handed on to all its
-    processes, and what a control group allows, are shared.
+    process to are its own. Those of the whole machine, those that a launcher started here handed on to all
+    its processes, and what a control group allows, are shared.
     """
     told = os.environ.get("OMP_NUM_THREADS")
     if told and not (told == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
