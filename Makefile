@@ -1,5 +1,6 @@
 # make quickstart   fresh machine -> environment, real text, tokenizer, training, samples
 # make test         the whole test suite
+# make bench        measure the operators, every layer, processes and the GPU (half an hour); ARGS=--quick: tiny sizes
 # make lint         ruff and mypy
 # make test-slow    longer studies
 # make chaos        trials of random misfortune: killed, stopped and cut off processes, full disks, damaged files
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: quickstart test test-slow chaos lint format clean
+.PHONY: quickstart test test-slow chaos bench lint format clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/hybrid train recipes/quickstart.yaml $(ARGS)
@@ -24,6 +25,10 @@ test-slow: $(VENV)/.dev
 
 chaos: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/hybrid/train/test_chaos.py $(ARGS)
+
+bench: $(VENV)/.dev
+	for name in kvm mixers scale gpu; do \
+		$(BIN)/python -m benchmarks.$$name --output benchmarks/results $(ARGS) || exit; done
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

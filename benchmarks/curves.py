@@ -1,4 +1,4 @@
-"""Draw the curves of finished runs: python benchmarks/curves.py OUT.png NAME=RUN [NAME=RUN ...]"""
+"""Draw the curves of finished runs: python -m benchmarks.curves OUT.png NAME=RUN [NAME=RUN ...]"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PANELS = {
 
 
 def series(rows: list[dict], pattern: str) -> dict[str, tuple[list[int], list[float]]]:
-    """Name -> (steps, values) of every series that `pattern` names."""
+    """Pick the series that `pattern` names: name -> (steps, values)."""
     names = sorted({key for row in rows for key in row if Path(key).match(pattern)})
     return {n: ([r["step"] for r in rows if n in r], [r[n] for r in rows if n in r]) for n in names}
 

@@ -1,122 +1,112 @@
-#!/usr/bin/env python3
 """What one GPU does with this project, in one command, within six minutes, without a network:
 
-    python benchmarks/gpu.py --output OUT
+    python -m benchmarks.gpu --output OUT
 
 It compares the GPU's results with the stored vectors (fp32, and bf16 with wider tolerances), times the KVM
 operator in bf16 against torch's flash attention (forward, backward, decoding, every attention kernel there
 is, and by step), and trains the 120M recipes on random tokens, eager and compiled. `OUT/gpu.json` is written
-after every number; a part that fails leaves its error there, and the others go on.
+after every number; a section that fails leaves its error there, and the others go on.
 
 What to carry to a machine where nothing can be installed: this checkout (hybrid/, layers/, recipes/,
 benchmarks/, tests/vectors/), and beside torch (2.9 or newer, with its triton) the packages numpy, pyyaml,
 safetensors and omegaconf. The last is pure Python: where it is missing, carry its folder and name the folder
-it lies in, `PYTHONPATH=CARRIED python benchmarks/gpu.py`. The project itself need not be installed.
-`--tiny` does the same at tiny sizes on a CPU.
+it lies in, `PYTHONPATH=CARRIED python -m benchmarks.gpu`. The project itself need not be installed.
+`--quick` does the same at tiny sizes on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import hybrid  # noqa: E402
-
-# In a bare checkout layers/ and recipes/ lie beside hybrid/; as packages they belong inside it.
-hybrid.__path__.append(str(ROOT))
-
-import torch  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-
-from hybrid.bench.kvm_steps import kvm_steps  # noqa: E402
-from hybrid.bench.model import Parts, Trainer, part_flops, parts_table, step_parts, utilisation  # noqa: E402
-from hybrid.bench.operands import BUDGETS, QUICK, Sizes, operator_flops  # noqa: E402
-from hybrid.bench.report import Row, columns, duration, environment, keep, rows_table, shares_table  # noqa: E402
-from hybrid.bench.runs import (
-    Run,
-    copying,
-    full_decoding,
-    full_forward,
-    full_training,
-    kvm_decoding,
-    kvm_forward,
-    kvm_training,
+from hybrid.layers.softmax import force_kernel
+from hybrid.model import HybridLM
+from hybrid.recipe import load
+from hybrid.recipe.schema import Recipe
+from hybrid.text import columns, duration
+from hybrid.train.benchmark import (
+    TrainingStep,
+    environment,
+    parts,
+    parts_table,
+    seconds,
+    shares_table,
+    step_parts,
 )
-from hybrid.bench.timing import alternate, seconds  # noqa: E402
-from hybrid.layers.softmax import force_kernel  # noqa: E402
-from hybrid.model import HybridLM  # noqa: E402
-from hybrid.recipe import load  # noqa: E402
-from hybrid.recipe.schema import Recipe  # noqa: E402
-from hybrid.train.metrics import peak_flops  # noqa: E402
-from hybrid.verify import Setting, check_folder, table  # noqa: E402
+from hybrid.train.throughput import peak_flops
+from hybrid.verify import Setting, check_folder, table
+
+from . import ROOT
+from .command import Row, begin, keep_section, make_parser, output_file, rows_table
+from .measure import Run, alternate
+from .workloads import (
+    BUDGETS,
+    QUICK,
+    Sizes,
+    copying,
+    forward,
+    full_decoding,
+    kvm_decoding,
+    kvm_steps,
+    training,
+)
 
 Note = Callable[[str, Any], None]
+
+
+GPU_SIZES = Sizes(
+    heads=32, short=8192, long=32768, prefill_call=32768, batch=8, device="cuda", dtype=torch.bfloat16,
+    copy_bytes=2**32, cached_tokens=64, rounds=10,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Plan:
     """Sizes and times of everything."""
 
-    sizes: Sizes
-    device: str
-    lengths: tuple[int, ...]
-    decode: tuple[int, int]
-    kernels: tuple[str, ...]
-    matrix: int
-    backend: str
+    sizes: Sizes = GPU_SIZES
+    device: str = "cuda"
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    decode: tuple[int, int] = (2048, 32768)
+    kernels: tuple[str, ...] = ("plain", "cuda", "flash_attn", "flash_attn_cute")
+    matrix: int = 8192
+    backend: str = "inductor"
     """Of torch.compile."""
-    train: float
+    train: float = 25.0
     """Seconds of training steps, eager and compiled each."""
-    recipes: tuple[str, ...]
-    overrides: tuple[str, ...]
-    started: float
-    limit: float
+    recipes: tuple[str, ...] = ("paper/kvm_fixed256_120m", "paper/gptalpha_120m", "paper/kvm_sqrt16_120m")
+    overrides: tuple[str, ...] = ()
+    end: float = 0.0
+    """When the whole run should be over, by time.monotonic."""
 
     @property
     def left(self) -> float:
-        """Seconds until the whole run should be over."""
-        return self.started + self.limit - time.monotonic()
+        """Seconds until the end."""
+        return self.end - time.monotonic()
 
 
-GPU_SIZES = Sizes(
-    heads=32, short=8192, long=32768, piece=32768, batch=8, device="cuda", dtype=torch.bfloat16,
-    copy_bytes=2**32, cached_tokens=64, rounds=10,
+QUICK_PLAN = Plan(
+    replace(QUICK, batch=2, dtype=torch.bfloat16), "cpu", (64, 128, 256), (64, 256), ("plain", "cpu"), 64,
+    "aot_eager", 0.1, ("paper/kvm_fixed256_120m",),
+    (
+        "model.pattern=K2", "model.layers.F=null", "model.hidden_size=32", "model.vocab_size=64",
+        "model.defaults.num_heads=2", "model.defaults.head_dim=16", "model.layers.K.chunk=16",
+        "model.layers.K.rotary_dim=8", "model.layers.K.budget_minimum=16", "data.context=64",
+        "train.batch_size=2", "train.micro_batch_size=2",
+    ),
 )  # fmt: skip
-RECIPES = ("paper/kvm_fixed256_120m", "paper/gptalpha_120m", "paper/kvm_sqrt16_120m")
-TINY_MODEL = (
-    "model.pattern=K2", "model.layers.F=null", "model.hidden_size=32", "model.vocab_size=64",
-    "model.defaults.num_heads=2", "model.defaults.head_dim=16",
-    "model.layers.K.chunk=16", "model.layers.K.rotary_dim=8",
-    "model.layers.K.budget_minimum=16", "data.context=64", "train.batch_size=2", "train.micro_batch_size=2",
-)  # fmt: skip
 
 
-def plan(tiny: bool, limit: float) -> Plan:
-    started = time.monotonic()
-    if tiny:
-        sizes = replace(QUICK, batch=2, dtype=torch.bfloat16)
-        return Plan(
-            sizes, "cpu", (64, 128, 256), (64, 256), ("plain", "cpu"), 64, "aot_eager", 0.1,
-            ("paper/kvm_fixed256_120m",), TINY_MODEL, started, limit,
-        )  # fmt: skip
-    lengths = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-    names = ("plain", "cuda", "flash_attn", "flash_attn_cute")
-    return Plan(
-        GPU_SIZES, "cuda", lengths, (2048, 32768), names, 8192, "inductor", 25.0, RECIPES, (), started, limit
-    )
-
-
-# Parts: each measures, and notes results by name as they come
+# Sections: each measures, and notes results by name as they come
 
 
 def ceilings(plan: Plan, note: Note) -> None:
@@ -159,23 +149,18 @@ def operator(plan: Plan, note: Note) -> None:
 
 
 def _operator_at(plan: Plan, tokens: int) -> dict[str, dict[str, float]]:
-    sizes = plan.sizes
-    runs = {"full": (full_forward(sizes, tokens), full_training(sizes, tokens))}
-    for budget in BUDGETS:
-        runs[budget] = (kvm_forward(sizes, budget, tokens), kvm_training(sizes, budget, tokens))
-    turns = {f"{name} {i}": run for name, pair in runs.items() for i, run in enumerate(pair)}
-    found: dict[str, dict[str, float]] = {}
-    cost = operator_flops(sizes.full(), tokens).training
+    sizes, found = plan.sizes, {}
+    both = {what: training(sizes, what, tokens) for what in ("full", *BUDGETS)}
+    turns = {f"{what}, forward": forward(sizes, what, tokens) for what in both} | both
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         times = alternate(turns, rounds=sizes.rounds, limit=6.0, device=plan.device)
-        for name, (_, training) in runs.items():
-            layer = sizes.full() if name == "full" else sizes.kvm(name)
-            found[name] = {
-                "forward": times[f"{name} 0"],
-                "both": times[f"{name} 1"],
-                "peak_bytes": _peak_bytes(training, plan),
-                "ratio": times["full 1"] / times[f"{name} 1"],
-                "ideal": cost / operator_flops(layer, tokens).training,
+        for what, run in both.items():
+            found[what] = {
+                "forward": times[f"{what}, forward"],
+                "both": times[what],
+                "peak_bytes": _peak_bytes(run, plan),
+                "ratio": times["full"] / times[what],
+                "ideal": sizes.ideal(what, tokens),
             }
     return found
 
@@ -187,7 +172,7 @@ def _cells(tokens: int, name: str, one: dict[str, float]) -> list[str]:
 
 
 def _peak_bytes(run: Run, plan: Plan) -> int:
-    """Device memory above what is there already; 0 on a CPU."""
+    """Measure device memory above what is there already; 0 on a CPU."""
     if plan.device != "cuda":
         return 0
     torch.cuda.synchronize()
@@ -205,10 +190,10 @@ def variants(plan: Plan, note: Note) -> None:
         for budget in BUDGETS:
             with force_kernel(name):
                 label = f"{sizes.name(budget)}, kernel {name}"
-                _try_timing(note, label, kvm_training(sizes, budget, tokens), plan)
+                _try_timing(note, label, training(sizes, budget, tokens), plan)
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         with sdpa_kernel(backend):
-            _try_timing(note, f"full, {backend.name}", full_training(sizes, tokens), plan)
+            _try_timing(note, f"full, {backend.name}", training(sizes, "full", tokens), plan)
 
 
 def _try_timing(note: Note, label: str, run: Run, plan: Plan) -> None:
@@ -226,7 +211,7 @@ def steps(plan: Plan, note: Note) -> None:
     for tokens in (plan.sizes.short, plan.sizes.long):
         for budget in BUDGETS:
             label = f"{plan.sizes.name(budget)}, {tokens} tokens"
-            found = kvm_steps(kvm_training(plan.sizes, budget, tokens), plan.device)
+            found = kvm_steps(training(plan.sizes, budget, tokens), plan.device)
             note(label, found)
             print(shares_table(f"Steps of forward+backward, {label}", found))
 
@@ -255,12 +240,10 @@ def train(plan: Plan, note: Note) -> None:
             note(name, f"left out: {plan.left:.0f} s remained")
             continue
         recipe = load(name, plan.overrides)
-        trainer = _trainer(recipe, plan)
-        found = _steps(trainer, recipe, plan.train if name == plan.recipes[0] else plan.train / 4, plan)
-        parts = step_parts(trainer, Parts(trainer.model, plan.device))
-        found |= {"parts": _utilisation(trainer, recipe, parts, plan)}
-        _report(f"{name}, eager", found, note)
-        del trainer
+        step = _training_step(recipe, plan)
+        found = _steps(step, recipe, plan.train if name == plan.recipes[0] else plan.train / 4, plan)
+        _report(f"{name}, eager", found | {"parts": step_parts(step, _peak_flops(recipe, plan))}, note)
+        del step
 
 
 def compiled(plan: Plan, note: Note) -> None:
@@ -272,59 +255,58 @@ def compiled(plan: Plan, note: Note) -> None:
             note(name, f"left out: {plan.left:.0f} s remained")
             continue
         recipe = load(name, plan.overrides)
-        trainer = _trainer(recipe, plan)
-        for block in trainer.model.blocks:
+        step = _training_step(recipe, plan)
+        for block in step.model.blocks:
             block.compile(backend=plan.backend, dynamic=False)
-        first = seconds(trainer.step, plan.device)
-        found = {"first_step_seconds": first} | _steps(trainer, recipe, plan.train, plan)
+        first = seconds(step, plan.device)
+        found = {"first_step_seconds": first} | _steps(step, recipe, plan.train, plan)
         _report(f"{name}, compiled blocks", found, note)
-        del trainer
+        del step
         if plan.left > 60 and name == plan.recipes[0]:
-            trainer = _trainer(recipe, plan)
-            parts = step_parts(trainer, Parts(trainer.model, plan.device, plan.backend))
-            entries = _utilisation(trainer, recipe, parts, plan)
-            _report(f"{name}, compiled parts", {"parts": entries}, note)
-            del trainer
+            step = _training_step(recipe, plan)
+            for _, part in parts(step.model):
+                compiled_forward = torch.compile(part.forward, backend=plan.backend, dynamic=False)
+                setattr(part, "forward", compiled_forward)  # noqa: B010 (mypy: part is a Module)
+            _report(f"{name}, compiled parts", {"parts": step_parts(step, _peak_flops(recipe, plan))}, note)
+            del step
         torch.compiler.reset()
 
 
-def _trainer(recipe: Recipe, plan: Plan) -> Trainer:
-    """Ready for steps of the recipe's micro-batch, or of as many of its sequences as fit."""
+def _training_step(recipe: Recipe, plan: Plan) -> TrainingStep:
+    """Make ready for steps of the recipe's micro-batch, or of as many of its sequences as fit."""
     size = recipe.train.micro_batch_size or 1
+    dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
     while True:
         torch.manual_seed(0)
         with torch.device(plan.device):
-            model = HybridLM.from_recipe(recipe)
-        trainer = Trainer(
-            model, size, recipe.data.context,
-            precision=recipe.train.precision, device=plan.device, section=recipe.optimizer,
-        )  # fmt: skip
+            model = HybridLM.from_recipe(recipe).to(dtype)
+        step = TrainingStep(model, size, recipe.data.context, recipe.optimizer)
         try:
-            trainer.step()
-            return trainer
+            step()
+            return step
         except torch.OutOfMemoryError:
             if size == 1:
                 raise
-        del model, trainer
+        del model, step
         torch.cuda.empty_cache()
         size //= 2
 
 
-def _steps(trainer: Trainer, recipe: Recipe, budget: float, plan: Plan) -> dict[str, Any]:
-    """Steps for `budget` seconds: their median, tokens per second, memory and the last loss."""
+def _steps(step: TrainingStep, recipe: Recipe, budget: float, plan: Plan) -> dict[str, Any]:
+    """Take steps for `budget` seconds; return their median, tokens per second, memory and the last loss."""
     if plan.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
     while sum(times) < budget or len(times) < 3:
-        times.append(seconds(trainer.step, plan.device))
+        times.append(seconds(step, plan.device))
     with torch.no_grad():
-        loss = trainer.forward().item()
+        loss = step.forward().item()
     typical = sorted(times)[len(times) // 2]
-    rate = trainer.ids.numel() / typical
-    flops = trainer.model.flops_per_token(trainer.ids.shape[1]).training * rate
-    peak = peak_flops(recipe.monitor, torch.device(plan.device), recipe.train.precision)
+    rate = step.ids.numel() / typical
+    flops = step.model.flops_per_token(step.ids.shape[1]).training * rate
+    peak = _peak_flops(recipe, plan)
     return {
-        "batch": trainer.ids.shape[0],
+        "batch": step.ids.shape[0],
         "steps": len(times),
         "seconds": typical,
         "tokens_per_second": rate,
@@ -335,12 +317,8 @@ def _steps(trainer: Trainer, recipe: Recipe, budget: float, plan: Plan) -> dict[
     }
 
 
-def _utilisation(
-    trainer: Trainer, recipe: Recipe, parts: dict[str, float], plan: Plan
-) -> list[dict[str, Any]]:
-    peak = peak_flops(recipe.monitor, torch.device(plan.device), recipe.train.precision)
-    tokens = trainer.ids.numel()
-    return utilisation(parts, part_flops(trainer.model, trainer.ids.shape[1]), tokens, peak)
+def _peak_flops(recipe: Recipe, plan: Plan) -> float | None:
+    return peak_flops(recipe.monitor, torch.device(plan.device), recipe.train.precision)
 
 
 def _report(label: str, found: dict[str, Any], note: Note) -> None:
@@ -368,34 +346,32 @@ SECTIONS: dict[str, tuple[Callable[[Plan, Note], None], float]] = {
 """Name -> what it does, and the seconds below which it is not begun."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """0 when every part ran."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", default=str(ROOT / "benchmarks" / "results"), metavar="DIR")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--seconds", type=float, default=330.0, help="begin no part that would go beyond")
-    parser.add_argument("--only", action="append", choices=SECTIONS, help="one part; may be repeated")
-    given = parser.parse_args(arguments)
-    chosen = plan(given.tiny, given.seconds)
-    path = Path(given.output, "gpu-tiny.json" if given.tiny else "gpu.json")
-    failed = [name for name in given.only or SECTIONS if not _guarded(name, chosen, path)]
-    print(
-        f"\n{path} after {time.monotonic() - chosen.started:.0f} s"
-        + (f"; failed: {failed}" if failed else "")
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 when every section ran, or when there is no GPU to run them."""
+    parser = make_parser(__doc__, SECTIONS)
+    parser.add_argument("--seconds", type=float, default=330.0, help="begin no section that would go beyond")
+    parser.set_defaults(output=ROOT / "benchmarks" / "results")
+    given = begin(parser, argv)
+    if not given.quick and not torch.cuda.is_available():
+        print("no GPU here: nothing to measure (--quick runs tiny sizes on the CPU)")
+        return 0
+    begun, path = time.monotonic(), output_file(given, "gpu.json")
+    assert path is not None
+    plan = replace(QUICK_PLAN if given.quick else Plan(), end=begun + given.seconds)
+    failed = [name for name in given.only or SECTIONS if not _guarded(name, plan, path)]
+    took = time.monotonic() - begun
+    print(f"\n{path} after {took:.0f} s" + (f"; failed: {failed}" if failed else ""))
     return 1 if failed else 0
 
 
 def _guarded(name: str, plan: Plan, path: Path) -> bool:
-    """Run one part; its results, or its error, are in the file whatever happens."""
+    """Run one section; its results, or its error, are in the file whatever happens."""
     section, needed = SECTIONS[name]
     found: dict[str, Any] = {"environment": environment(plan.device)}
 
     def note(key: str, value: Any) -> None:
         found[key] = value
-        keep(path, {name: found})
+        keep_section(path, name, found)
 
     print(f"\n== {name} ({plan.left:.0f} s left)", flush=True)
     if plan.left < needed:
@@ -404,7 +380,7 @@ def _guarded(name: str, plan: Plan, path: Path) -> bool:
     start = time.monotonic()
     try:
         section(plan, note)
-    except Exception as error:  # the other parts still count
+    except Exception as error:  # the other sections still count
         traceback.print_exc()
         note("error", f"{type(error).__name__}: {error}")
     note("section_seconds", time.monotonic() - start)

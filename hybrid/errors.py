@@ -1,24 +1,16 @@
 """What goes wrong, for people: one base class, an exit code each, and an error in a few words."""
 
-from hybrid.layers.errors import LayerError, UserError
-
-__all__ = [
-    "LOST_EXIT_CODE",
-    "STOPPED_EXIT_CODE",
-    "DataError",
-    "LaunchError",
-    "LayerError",
-    "LostError",
-    "TrainError",
-    "UserError",
-    "words",
-]
+from hybrid.layers.errors import LayerError as LayerError
+from hybrid.layers.errors import UserError as UserError
 
 STOPPED_EXIT_CODE = 75
 """Asked to stop (SIGTERM) and saved: the same command goes on from there (EX_TEMPFAIL)."""
 LOST_EXIT_CODE = 69
 """Other processes of the run are gone or silent: the same command goes on from the newest checkpoint
 (EX_UNAVAILABLE)."""
+
+DEFECT_EXIT_CODE = 70
+"""An error that is no UserError: a defect of the program, whose traceback lies in a file (EX_SOFTWARE)."""
 
 
 class DataError(UserError):
@@ -39,7 +31,7 @@ class LostError(TrainError):
     exit_code = LOST_EXIT_CODE
 
 
-def words(error: Exception) -> str:
+def words(error: BaseException) -> str:
     """Describe an error in a few words; one of the system's with the file it is about."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")

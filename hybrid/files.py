@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +41,30 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)
         raise
+
+
+@contextmanager
+def lock(path: Path, *, wait: bool) -> Iterator[OSError | None]:
+    """Hold the lock of a file, made if need be, while the block runs.
+
+    Yields why there is no lock where the file system has none, else None. Links are not followed, and nothing
+    is written. Raises BlockingIOError when another process holds it and `wait` is false, OSError when it is
+    no plain file or cannot be opened.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        missing: OSError | None = None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            missing = error
+        yield missing
+    finally:
+        os.close(handle)
 
 
 def write_text(path: Path, text: str) -> None:

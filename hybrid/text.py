@@ -1,8 +1,23 @@
-"""Text for people: tables and durations."""
+"""Text from people and for people: files read, tables and durations."""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence, Set
+
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def decode(data: bytes) -> str:
+    """Decode UTF-8 without the byte mark (BOM) it may begin with; a ValueError says what it is instead."""
+    # text of UTF-16 or UTF-32 without a mark begins with a character of one byte beside zeros
+    if data.startswith((*_UTF16, codecs.BOM_UTF32_BE)) or (len(data) > 1 and data[:2].count(0) == 1):
+        raise ValueError("is not UTF-8 text but UTF-16 or UTF-32: save it as UTF-8")
+    try:
+        return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+    except UnicodeDecodeError as error:
+        start = error.start + len(codecs.BOM_UTF8) * data.startswith(codecs.BOM_UTF8)
+        raise ValueError(f"is not UTF-8 text: {error.reason} at byte {start}") from None
 
 
 def columns(rows: Sequence[Sequence[str]], left: Set[int] = frozenset(), indent: str = "") -> str:

@@ -15,19 +15,20 @@ They are imported when first used, so that `hybrid.layers.errors` costs no impor
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import LayerError, require
+from .errors import LayerError, UserError, require
 
 if TYPE_CHECKING:
-    from .base import Flops, Mixer, MixerState, Site
+    from .base import Flops, Mixer, Site
     from .context import Context
     from .parameters import initialise
     from .registry import kinds, mixer_class, register
+    from .state import MixerState
 
 _MODULES = {
     "Context": "context",
     "Flops": "base",
     "Mixer": "base",
-    "MixerState": "base",
+    "MixerState": "state",
     "Site": "base",
     "initialise": "parameters",
     "kinds": "registry",
@@ -42,6 +43,7 @@ __all__ = [
     "Mixer",
     "MixerState",
     "Site",
+    "UserError",
     "initialise",
     "kinds",
     "mixer_class",

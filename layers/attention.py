@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Flops
+from .buffers import GrowingBuffer
 from .context import Context
 from .context_parallel import SequenceShard
-from .errors import is_count, require
+from .errors import is_count, require, require_counts
 from .heads import ProjectionOptions
 from .parameters import always_used
 from .projections import Projected, ProjectedMixer, ProjectedState
@@ -21,54 +22,24 @@ from .registry import register
 from .softmax import attention, block_window_attention
 
 
-class Rows:
-    """A buffer `[B, capacity, ...]` that decoding appends to in place; it doubles when full."""
-
-    def __init__(self) -> None:
-        self.buffer: Tensor | None = None
-        self.start = self.end = 0
-
-    def append(self, kept: Tensor, new: Tensor) -> Tensor:
-        """`kept` followed by `new` along axis 1; `kept` is what the last call returned, at first anything."""
-        count = new.shape[1]
-        buffer = self.buffer
-        if buffer is None or self.end + count > buffer.shape[1] or _frozen(buffer):
-            buffer = kept.new_empty(kept.shape[0], 2 * (kept.shape[1] + count), *kept.shape[2:])
-            buffer[:, : kept.shape[1]] = kept
-            self.buffer, self.start, self.end = buffer, 0, kept.shape[1]
-        buffer[:, self.end : self.end + count] = new
-        self.end += count
-        return buffer[:, self.start : self.end]
-
-    def keep_last(self, count: int) -> Tensor:
-        """Forget all but the last `count` rows."""
-        assert self.buffer is not None
-        self.start = self.end - count
-        return self.buffer[:, self.start : self.end]
-
-
-def _frozen(buffer: Tensor) -> bool:
-    return buffer.is_inference() and not torch.is_inference_mode_enabled()
-
-
 @dataclass
 class AttentionState(ProjectedState):
-    """Keys and values that later queries may still see, in time order."""
+    """State of an attention mixer: keys and values that later queries may still see, in time order."""
 
     k: Tensor | None = None  # [B, L, G, D], normalised and rotated; None at the start
     v: Tensor | None = None
     sink_k: Tensor | None = None  # [B, sinks, G, D]: the first tokens', once the window has left them
     sink_v: Tensor | None = None
-    _rows: tuple[Rows, Rows] | None = field(default=None, init=False, repr=False, compare=False)
+    _buffers: list[GrowingBuffer] | None = field(default=None, init=False, repr=False, compare=False)
 
     def take(self) -> Self:
         taken = super().take()
-        taken._rows = self._rows  # any other copy does without, as its tensors do not lie in the buffers
+        taken._buffers = self._buffers  # any other copy does without: its tensors do not lie in the buffers
         return taken
 
 
 class AttentionMixer(ProjectedMixer):
-    """What the three kinds share: a cache of the keys still to be seen, and accounts by visible keys."""
+    """Base of the three kinds: keeps a cache of the keys still to be seen, and counts by visible keys."""
 
     def core(
         self, heads: Projected, context: Context, state: AttentionState | None
@@ -78,37 +49,39 @@ class AttentionMixer(ProjectedMixer):
             assert context.shard is not None
             return self._attend_with_halo(heads, halo, context.shard), None
         state = state or AttentionState()
-        k, v, rows = self._append(state, heads.k, heads.v)
+        k, v, buffers = self._append(state, heads.k, heads.v)
         y = self.attend(heads.q, k, v, state, context.row_lengths)
         if not context.want_state:
             return y, None
         position = state.position + heads.q.shape[1]
         sinks = self._sinks(k, v, state, position)
         count = self.keys_kept(position)
-        k, v = (_keep_last(t, count, own) for t, own in zip((k, v), rows or (None, None), strict=True))
+        k, v = (_keep_last(t, count, own) for t, own in zip((k, v), buffers or (None, None), strict=True))
         after = AttentionState(position, *heads.shift, k, v, *sinks)
-        after._rows = rows
+        after._buffers = buffers
         return y, after
 
     def _append(
         self, state: AttentionState, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[Rows, Rows] | None]:
+    ) -> tuple[Tensor, Tensor, list[GrowingBuffer] | None]:
         """Cached and new keys and values, and the buffers they lie in (without gradients only)."""
         if state.k is None or state.v is None:
             return k, v, None
         if torch.is_grad_enabled() or k.shape[1] > self.longest_append():
             return torch.cat((state.k, k), 1), torch.cat((state.v, v), 1), None
-        rows = state._rows or (Rows(), Rows())
-        return rows[0].append(state.k, k), rows[1].append(state.v, v), rows
+        buffers = state._buffers or [GrowingBuffer(), GrowingBuffer()]
+        return buffers[0].append(state.k, k), buffers[1].append(state.v, v), buffers
 
     def _sinks(
         self, k: Tensor, v: Tensor, state: AttentionState, position: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Sink fields of the state at `position`, from keys and values that still start at token 0."""
+        """Take the sink fields of the state at `position` from keys and values that still start at token
+        0."""
         return None, None
 
     def _attend_with_halo(self, heads: Projected, halo: int, shard: SequenceShard) -> Tensor:
-        """Of a chunk whose first document may go on from the rank before, which gives its last keys."""
+        """Attend in a shard whose first document may go on from the rank before, which gives its last
+        keys."""
         first, *rest = shard.lengths or (shard.length,)
         q, both = heads.q, torch.stack((heads.k, heads.v))
         before = shard.previous(both[:, :, shard.length - halo :]) if halo else both[:, :, :0]
@@ -126,8 +99,8 @@ class AttentionMixer(ProjectedMixer):
         return torch.cat((y, self.attend(q[:, first:], k, v, AttentionState(), rest)), 1)
 
     def _earlier_sinks(self, both: Tensor, shard: SequenceShard) -> Tensor:
-        """Keys and values `[2, B, sinks, G, D]` of the sinks of this rank's first document that earlier ranks
-        hold, zeros for others. `both`: of this rank's chunk."""
+        """Fetch keys and values `[2, B, sinks, G, D]` of the sinks of this rank's first document that earlier
+        ranks hold, zeros for others. `both`: this rank's own keys and values."""
         sinks = self.sinks_before(self.options)
         if not sinks:
             return both[:, :, :0]
@@ -141,30 +114,36 @@ class AttentionMixer(ProjectedMixer):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, lengths: Sequence[int]
     ) -> Tensor:
-        """Heads `[B, T, H, D]` for queries that are the last T of the keys `[B, L, G, D]`; of documents of
-        `lengths` packed in a row, without a state."""
+        """Compute heads `[B, T, H, D]` for queries that are the last T of the keys `[B, L, G, D]`; of
+        documents of `lengths` packed in a row, without a state."""
+        raise NotImplementedError
+
+    def window_start(self, position: int) -> int:
+        """Find the first token that the query at `position` sees, sinks aside."""
         raise NotImplementedError
 
     def keys_kept(self, position: int) -> int:
-        """Of `position` tokens seen, how many of the last ones a token at `position` or later still sees
-        through its window."""
-        raise NotImplementedError
+        """Count which of the last of `position` tokens the window of a token at `position` or later still
+        holds."""
+        return position - self.window_start(position)
 
     def sinks_kept(self, position: int) -> int:
-        """How many of the first tokens are kept beside the window."""
+        """Count the first tokens that are kept beside the window."""
         return 0
 
     def visible(self, position: int) -> int:
-        """Keys that the query at `position` sees, itself included."""
-        raise NotImplementedError
+        """Count the keys that the query at `position` sees, itself included."""
+        return position + 1 - self.window_start(position) + self.sinks_kept(position)
 
     def visible_sum(self, tokens: int) -> int:
-        """Visible keys summed over the queries of one sequence."""
+        """Sum up visible keys over the queries of one sequence."""
         raise NotImplementedError
 
     def longest_append(self) -> float:
-        """Most new tokens that are written into the cache's buffer in place."""
-        return float("inf")
+        """Give the most new tokens that are appended to the cache's buffer in place: as many as a query
+        sees."""
+        before = self.keys_before(self.options)
+        return float("inf") if before is None else before + 1
 
     def empty_state(self, batch: int) -> AttentionState:
         empty = self.c_k.weight.new_empty(batch, 0, self.num_kv_heads, self.head_dim)
@@ -184,7 +163,7 @@ class AttentionMixer(ProjectedMixer):
         return 2 * keys * self.kv_width * element_size + self.shift_bytes(context_length, element_size)
 
 
-def _keep_last(rows: Tensor, count: int, buffer: Rows | None) -> Tensor:
+def _keep_last(rows: Tensor, count: int, buffer: GrowingBuffer | None) -> Tensor:
     """The last `count` rows of `[B, L, ...]`, not keeping the memory of the others."""
     if buffer is not None:
         return buffer.keep_last(count)
@@ -202,11 +181,8 @@ class FullAttention(AttentionMixer):
     ) -> Tensor:
         return attention(q, k, v, causal=True, lengths=lengths)[0]
 
-    def keys_kept(self, position: int) -> int:
-        return position
-
-    def visible(self, position: int) -> int:
-        return position + 1
+    def window_start(self, position: int) -> int:
+        return 0
 
     def visible_sum(self, tokens: int) -> int:
         return tokens * (tokens + 1) // 2
@@ -214,14 +190,14 @@ class FullAttention(AttentionMixer):
 
 @dataclass
 class SlidingOptions(ProjectionOptions):
-    """A window of single tokens."""
+    """Options of the sliding window, which moves by single tokens."""
 
     window: int = 256
     """Keys that a query sees, itself included."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(is_count(self.window), "window", self.window, "a whole number of 1 or more")
+        require_counts(self, "window")
 
 
 @register("sliding_window")
@@ -232,7 +208,7 @@ class SlidingWindow(AttentionMixer):
 
     @classmethod
     def default_rotary_dim(cls, head_dim: int) -> int:
-        """The whole head, as in the paper's sliding-window layers."""
+        """Rotate the whole head, as in the paper's sliding-window layers."""
         return head_dim // 2 * 2
 
     @classmethod
@@ -244,14 +220,8 @@ class SlidingWindow(AttentionMixer):
     ) -> Tensor:
         return attention(q, k, v, causal=True, window=self.options.window, lengths=lengths)[0]
 
-    def longest_append(self) -> int:
-        return self.options.window
-
-    def keys_kept(self, position: int) -> int:
-        return min(position, self.options.window - 1)
-
-    def visible(self, position: int) -> int:
-        return min(position + 1, self.options.window)
+    def window_start(self, position: int) -> int:
+        return max(0, position + 1 - self.options.window)
 
     def visible_sum(self, tokens: int) -> int:
         short = min(tokens, self.options.window)
@@ -260,7 +230,7 @@ class SlidingWindow(AttentionMixer):
 
 @dataclass
 class BlockOptions(ProjectionOptions):
-    """A window of whole chunks, and sinks."""
+    """Options of the block window: whole chunks, and sinks."""
 
     chunk: int = 256
     """Chunks start at multiples of this many tokens."""
@@ -271,10 +241,7 @@ class BlockOptions(ProjectionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(is_count(self.chunk), "chunk", self.chunk, "a whole number of 1 or more")
-        require(
-            is_count(self.window_chunks), "window_chunks", self.window_chunks, "a whole number of 1 or more"
-        )
+        require_counts(self, "chunk", "window_chunks")
         allowed = f"a whole number from 0 to chunk ({self.chunk})"
         require(is_count(self.sinks, 0) and self.sinks <= self.chunk, "sinks", self.sinks, allowed)
 
@@ -312,7 +279,6 @@ class BlockWindow(AttentionMixer):
         return y
 
     def window_start(self, position: int) -> int:
-        """First token in the window of the query at `position`; a multiple of the chunk."""
         chunk = self.options.chunk
         return max(0, (position // chunk + 1 - self.options.window_chunks) * chunk)
 
@@ -324,17 +290,8 @@ class BlockWindow(AttentionMixer):
             return state.sink_k, state.sink_v
         return k[:, :count].clone(), v[:, :count].clone()
 
-    def longest_append(self) -> int:
-        return self.options.chunk * self.options.window_chunks
-
-    def keys_kept(self, position: int) -> int:
-        return position - self.window_start(position)
-
     def sinks_kept(self, position: int) -> int:
         return self.options.sinks if self.window_start(position) else 0
-
-    def visible(self, position: int) -> int:
-        return position + 1 - self.window_start(position) + self.sinks_kept(position)
 
     def visible_sum(self, tokens: int) -> int:
         chunk, total = self.options.chunk, 0

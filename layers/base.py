@@ -10,24 +10,22 @@ heads, D head size, S state slots, N packed documents.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .context import Context
-from .documents import mix_documents
+from .context import Context, take_documents
 from .errors import LayerError, shown
-
-S = TypeVar("S", bound="MixerState")
+from .state import MixerState
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where in a model a mixer stands; a layer used alone is layer 0 of 1."""
+    """Place of a mixer in a model; a layer used alone is layer 0 of 1."""
 
     hidden_size: int
     layer: int = 0
@@ -37,7 +35,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Flops:
-    """Matrix-product FLOPs of one token (2 per multiply-add), visible query-key pairs only."""
+    """FLOPs of the matrix products for one token (2 per multiply-add), visible query-key pairs only."""
 
     differentiable: float = 0.0
     routing: float = 0.0  # has no backward
@@ -48,106 +46,16 @@ class Flops:
 
     @property
     def training(self) -> float:
-        """Forward and backward, without recomputation."""
+        """FLOPs of forward and backward, without recomputation."""
         return 3 * self.differentiable + self.routing
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.differentiable + other.differentiable, self.routing + other.routing)
 
 
-@dataclass
-class MixerState:
-    """What a mixer remembers between calls: tensors whose first axis is the batch, and host numbers.
-
-    With gradients enabled a state is a value: calls leave it alone and it is differentiable. Without, a
-    call takes its storage over, so that decoding writes in place; a state that was handed on is spent.
-    """
-
-    position: int = 0
-    """Tokens seen since the start of the sequence."""
-    _spent: bool = field(default=False, repr=False, kw_only=True)
-    _maker: dict[str, Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
-    """`Mixer._facts` of the layer that made it; None where that is not known."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by field name; a state kept inside this one has dotted names (`inner.field`)."""
-        found: dict[str, Tensor] = {}
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor):
-                found[f.name] = value
-            elif isinstance(value, MixerState):
-                found.update({f"{f.name}.{name}": tensor for name, tensor in value.tensors().items()})
-        return found
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same state with every tensor changed."""
-        self._refuse_spent()
-        changed: dict[str, Any] = {}
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor):
-                changed[f.name] = change(value)
-            elif isinstance(value, MixerState):
-                changed[f.name] = value.map(change)
-        return replace(self, **changed)
-
-    def select(self, rows: Sequence[int] | slice) -> Self:
-        """The state of some sequences of the batch, in that order; repeats are allowed. A slice gives views,
-        numbers an independent state."""
-        index = rows if isinstance(rows, slice) else list(rows)
-        return self.map(lambda t: t[index])
-
-    @staticmethod
-    def concatenate(states: Sequence[S]) -> S:
-        """The sequences of all `states`, which differ in nothing but their tensors' values, as one batch."""
-        tensors = [state.tensors() for state in states]
-        joined = iter([torch.cat([own[name] for own in tensors]) for name in tensors[0]])
-        return states[0].map(lambda _: next(joined))  # which goes by the order of `tensors`
-
-    def detach(self) -> Self:
-        return self.map(lambda t: t.detach())
-
-    def to(self, device: torch.device | str) -> Self:
-        return self.map(lambda t: t.to(device))
-
-    def fork(self) -> Self:
-        """An independent copy; both can be continued."""
-        return self.map(lambda t: t.clone())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors().values())
-
-    def refuse_batch(self, batch: int) -> None:
-        """LayerError unless the state is one of `batch` sequences."""
-        sizes = {tensor.shape[0] for tensor in self.tensors().values()} - {batch}
-        if sizes:
-            raise LayerError(f"the state holds {sizes.pop()} sequences, the call has {batch}")
-
-    def take(self) -> Self:
-        """The state for a call to go on from; without gradients this spends the caller's copy.
-
-        Raises LayerError when the state was already handed on.
-        """
-        self._refuse_spent()
-        if torch.is_grad_enabled():
-            made_without = any(t.is_inference() for t in self.tensors().values())
-            return self.fork() if made_without else self  # no backward takes inference mode's tensors
-        taken = replace(self)
-        self._spent = True
-        return taken
-
-    def _refuse_spent(self) -> None:
-        if self._spent:
-            raise LayerError(
-                "this state was handed on to an earlier call, which may have overwritten it; "
-                "use the state that call returned, or fork() before calling"
-            )
-
-
 class Mixer(nn.Module):
-    """Base of all token mixers: built as `Kind(options, site)`; a subclass gives `mix` and the accounts."""
+    """Base of all token mixers: built as `Kind(options, site)`; a subclass gives `mix` and the counts of
+    FLOPs and bytes."""
 
     kind: ClassVar[str]  # set by the registry
     Options: ClassVar[type]
@@ -165,16 +73,17 @@ class Mixer(nn.Module):
 
     @classmethod
     def check(cls, options: Any, site: Site) -> None:
-        """Whether a layer with these options can stand at `site`, without building it; LayerError if not."""
+        """Raise LayerError unless a layer with these options can stand at `site`, without building it."""
 
     @classmethod
     def value_width(cls, options: Any, site: Site) -> int | None:
-        """Width of the values that this layer's value residual shares with its kind; None if it has none."""
+        """Give the width of the values that the value residual shares within the kind; None if it has
+        none."""
         return None
 
     @classmethod
     def check_sharding(cls, options: Any, site: Site, size: int, tokens: int) -> None:
-        """Whether rows of `tokens` can be sharded over `size` ranks at this layer; LayerError if not.
+        """Raise LayerError unless `size` ranks can share rows of `tokens` tokens at this layer.
 
         A mixer whose ranks know how to exchange what they need (see `context_parallel`) overrides this and
         `exchange_bytes`.
@@ -217,17 +126,47 @@ class Mixer(nn.Module):
         return y, after
 
     def mix(self, x: Tensor, context: Context, state: Any) -> tuple[Tensor, Any]:
-        """The layer's mathematics. `state` may be written to when gradients are off. A packed row comes here
-        without state; with states `mix_documents` cuts it."""
+        """Compute the layer. `state` may be written to when gradients are off. A packed row comes here
+        without state; with states `mix_documents` takes it apart."""
         raise NotImplementedError
 
     def mix_documents(self, x: Tensor, context: Context, states: Sequence[Any]) -> tuple[Tensor, list[Any]]:
-        """A packed row with a state (or None) for every document, which may be written to as in `mix`."""
-        return mix_documents(self, x, context, states)
+        """Mix a packed row with a state (or None) for every document, which may be written to as in `mix`.
+
+        Each document is mixed by itself; if the kind is position-free, all of one length are one batch, so
+        that decoding reads the weights once.
+
+        Returns:
+            `y` `[1, T, C]` and one state per document.
+        """
+        layer, lengths, count = self.site.layer, context.lengths, len(context.lengths)
+        outputs: list[Any] = [None] * count
+        after, routes = list(outputs), list(outputs)
+        firsts: dict[str, list[Any]] = {}
+        for documents in _equal_lengths(lengths) if self.position_free else [[i] for i in range(count)]:
+            own, batch = context.batch(documents), take_documents(x, documents, lengths)
+            y, state = self.mix(batch, own, self._batch_state([states[i] for i in documents]))
+            for row, (i, output) in enumerate(zip(documents, y, strict=True)):
+                outputs[i] = output
+                after[i] = _document_state(state, row, len(documents), states[i], lengths[i])
+            for kind in own.first_values.keys() - context.first_values.keys():
+                values = firsts.setdefault(kind, [None] * count)
+                for i, value in zip(documents, own.first_values[kind], strict=True):
+                    values[i] = value
+            routes[documents[0]] = (own.routes or {}).get(layer)
+        context.first_values |= {kind: torch.cat(values)[None] for kind, values in firsts.items()}
+        context.keep_routes(layer, routes)
+        return torch.cat(outputs)[None], after
+
+    def _batch_state(self, states: list[Any]) -> Any:
+        """Join the states of documents to that of a batch."""
+        if len(states) == 1 or all(state is None for state in states):
+            return states[0]
+        known = [self.empty_state(1) if state is None else state for state in states]
+        return known[0].concatenate(known)
 
     def _own_states(self, context: Context, states: Any) -> list[Any]:
-        """The states of a packed row's documents, for this call to go on from; LayerError before any is
-        spent."""
+        """Take the states of a packed row's documents for this call; raise LayerError before any is spent."""
         if states is None:
             return [None] * len(context.lengths)
         if not isinstance(states, list | tuple):
@@ -249,7 +188,7 @@ class Mixer(nn.Module):
         return state
 
     def _refuse_input(self, x: Tensor) -> None:
-        """LayerError unless `x` is `[B, T, C]` in the parameters' dtype (any under autocast)."""
+        """Raise LayerError unless `x` is `[B, T, C]` in the parameters' dtype (any under autocast)."""
         width = self.site.hidden_size
         if x.ndim != 3 or x.shape[-1] != width:
             raise LayerError(f"x must be [batch, tokens, {width}], got {shown(x)}")
@@ -269,7 +208,7 @@ class Mixer(nn.Module):
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        """What a state depends on."""
+        """What a state depends on; it fits other layers of equal facts."""
         options = dataclasses.asdict(self.options)
         return {"kind": self.kind, "hidden_size": self.site.hidden_size} | options
 
@@ -278,7 +217,7 @@ class Mixer(nn.Module):
         return type(self.empty_state(1))
 
     def empty_state(self, batch: int) -> MixerState:
-        """The state before the first token, on the parameters' device."""
+        """Make the state before the first token, on the parameters' device."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
@@ -286,25 +225,44 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def flops_per_token(self, context_length: int) -> Flops:
-        """Mean over the positions of one sequence of `context_length` tokens, projections included."""
+        """Count FLOPs as the mean over the positions of one sequence of `context_length` tokens, projections
+        included."""
         raise NotImplementedError
 
     def flops_at(self, position: int) -> Flops:
-        """Decoding the token at `position` (from 0), projections included; work once a chunk is spread."""
+        """Count FLOPs of decoding the token at `position` (from 0), projections included; work done once a
+        chunk is spread over it."""
         raise NotImplementedError
 
     def state_bytes(self, context_length: int, element_size: int = 4) -> int:
-        """Bytes of one sequence's state after `context_length` tokens, for activations of `element_size`."""
+        """Count bytes of one sequence's state after `context_length` tokens, for activations of
+        `element_size`."""
         raise NotImplementedError
 
     def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
-        """Bytes that `size` ranks which share `rows` rows of `tokens` tokens send each other in one forward
-        pass, all of them together; the backward pass sends as many.
+        """Count bytes that all of `size` ranks, which share `rows` rows of `tokens` tokens, send each other
+        in one forward pass; the backward pass sends as many.
 
         A packed row is one row. `element_size`: bytes of an activation.
         """
         raise NotImplementedError
 
     def no_decay(self) -> set[str]:
-        """Names of own parameters without weight decay: by default everything that is not a matrix."""
+        """Name the parameters without weight decay: by default all that are not matrices."""
         return {name for name, parameter in self.named_parameters() if parameter.ndim < 2}
+
+
+def _equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Gather the documents of each length."""
+    found: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        found.setdefault(length, []).append(index)
+    return list(found.values())
+
+
+def _document_state(state: Any, row: int, rows: int, before: Any, length: int) -> Any:
+    """Take one document's state out of that of a batch of `rows`, at its own position."""
+    if state is None or rows == 1:
+        return state
+    position = length if before is None else before.position + length
+    return replace(state.select(slice(row, row + 1)), position=position)

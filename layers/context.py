@@ -1,7 +1,8 @@
-"""What one call knows beside its tokens: documents, routes, the first layer's values, its shard."""
+"""What one call knows beside its tokens: documents, routes, the values of the first layer, its shard."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -48,8 +49,8 @@ class Context:
         shard: SequenceShard | None = None,
         **more: Any,
     ) -> Context:
-        """Context of a call with input `x` `[B, T, ...]`; with a `shard`, which knows the documents, `x` is
-        this rank's share of the tokens.
+        """Make the context of a call with input `x` `[B, T, ...]`; with a `shard`, which knows the documents,
+        `x` is this rank's share of the tokens.
 
         Raises LayerError when there are no tokens, `cu_seqlens` does not divide the row into
         non-empty documents, or `x` is not what `shard` says.
@@ -66,18 +67,14 @@ class Context:
         found.refuse_shard(x)
         return found
 
-    def note(self, layer: int, **values: Tensor) -> None:
-        """Leave the means of `values` as the layer's scalars, where `statistics` is wanted."""
-        assert self.statistics is not None
-        self.statistics.update({f"{layer}/{name}": x.detach().float().mean() for name, x in values.items()})
-
     @property
     def row_lengths(self) -> tuple[int, ...]:
         """The documents' lengths in the whole row, be it sharded over ranks or not."""
         return self.lengths if self.shard is None else self.shard.row_lengths
 
     def refuse_shard(self, x: Tensor) -> None:
-        """LayerError unless `x` has the shard's tokens, if there is one, and no state is wanted."""
+        """Raise LayerError unless `x` has the tokens of the shard, if there is one, and no state is
+        wanted."""
         shard = self.shard
         if shard is None:
             return
@@ -89,8 +86,14 @@ class Context:
         if self.want_state:
             raise LayerError("no state is kept of a sequence sharded over ranks: set want_state to False")
 
+    def note(self, layer: int, **values: Tensor) -> None:
+        """Store the means of `values` as the layer's scalars for monitoring; needs `statistics`."""
+        assert self.statistics is not None
+        self.statistics.update({f"{layer}/{name}": x.detach().float().mean() for name, x in values.items()})
+
     def alone(self, index: int) -> Context:
-        """The context of one packed document without what it has for every token: its own routes."""
+        """Make the context of one packed document, with its own routes, but nothing that has one entry for
+        each token."""
         routes = None
         if self.routes is not None:
             routes = {layer: kept[index] for layer, kept in self.routes.items() if isinstance(kept, list)}
@@ -98,14 +101,33 @@ class Context:
             self, cu_seqlens=None, lengths=(), embedding=None, first_values={}, routes=routes, tables={}
         )
 
+    def batch(self, documents: Sequence[int]) -> Context:
+        """Make the context of packed documents of equal length as one batch; only a single one has routes."""
+        own = self.alone(documents[0])
+        if len(documents) > 1:
+            own.routes = None
+        firsts = self.first_values.items()
+        own.first_values = {kind: take_documents(row, documents, self.lengths) for kind, row in firsts}
+        if self.embedding is not None:
+            own.embedding = take_documents(self.embedding, documents, self.lengths)
+        return own
+
     def keep_routes(self, layer: int, routes: list[Any]) -> None:
         """Record a layer's routing decisions, one entry per packed document."""
         if self.routes is not None and routes[0] is not None:
             self.routes[layer] = routes
 
 
+def take_documents(row: Tensor, documents: Sequence[int], lengths: tuple[int, ...]) -> Tensor:
+    """Pick documents of equal length out of a packed row `[1, T, C]`, as a batch `[documents, tokens, C]`."""
+    if len(documents) == len(lengths):
+        return row.reshape(len(documents), -1, row.shape[-1])
+    each = row[0].split(lengths)
+    return torch.stack([each[i] for i in documents])
+
+
 def document_lengths(cu_seqlens: Tensor | None, x: Tensor) -> tuple[int, ...]:
-    """Lengths of the documents packed in `x` `[1, T, ...]`, on the host; empty without `cu_seqlens`."""
+    """Read from `cu_seqlens` the lengths of the documents packed in `x` `[1, T, ...]`; none without it."""
     if cu_seqlens is None:
         return ()
     whole = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in (torch.int32, torch.int64)

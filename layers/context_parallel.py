@@ -29,7 +29,7 @@ class Segments(NamedTuple):
     """The segments of documents in one rank's shard of a packed row."""
 
     lengths: tuple[int, ...]
-    """Of the segments."""
+    """Of the segments, in tokens."""
     carried: int
     """Tokens of the first segment's document that stand on earlier ranks; 0: it begins here."""
 
@@ -44,7 +44,7 @@ class SequenceShard:
     """This rank's place in the group: it holds shard `rank`."""
     size: int
     tokens: int
-    """Of the whole row; a multiple of `size`."""
+    """Tokens of the whole row; a multiple of `size`."""
     row_lengths: tuple[int, ...] = ()
     """Lengths of the documents packed in the whole row; empty for equal rows."""
     sent: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
@@ -80,7 +80,8 @@ class SequenceShard:
 
     @cached_property
     def segments(self) -> tuple[Segments, ...]:
-        """Every rank's; for equal rows the shard is one segment of a document that begins on rank 0."""
+        """Segments of every rank; for equal rows the shard is one segment of a document that begins on rank
+        0."""
         borders = (0, *accumulate(self.row_lengths)) if self.row_lengths else (0, self.tokens)
         found = []
         for first in range(0, self.tokens, self.length):
@@ -106,49 +107,43 @@ class SequenceShard:
         return self.carried > 0
 
     def own_heads(self, heads: int) -> slice:
-        """The heads this rank has after `to_heads`, of `heads` in all."""
+        """Give the range of heads this rank has after `to_heads`, of `heads` in all."""
         first = self.rank * heads // self.size
         return slice(first, first + heads_per_rank(heads, self.size))
 
     # Exchanges
 
     def gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`, which has one shape on all, as `[S, ...]` in rank order.
+        """Gather every rank's `x`, which has one shape on all, as `[S, ...]` in rank order.
 
         The gradient of `x` is the sum of what all ranks give their copies of it.
         """
+        counts = dict.fromkeys(range(self.size), x.numel())
         flat = x.expand(self.size, *x.shape).flatten()
-        counts = [x.numel()] * self.size
         return self._exchange("gather", flat, counts, counts).view(self.size, *x.shape)
 
     def earlier(self, x: Tensor) -> Tensor:
-        """What every rank before this one gave as `x` (one shape on all ranks), `[rank, ...]` in rank order.
+        """Gather `x` (one shape on all ranks) of every rank before this one, `[rank, ...]` in rank order.
 
         The gradient of `x` is the sum of what all later ranks give their copies of it.
         """
-        later = self.size - 1 - self.rank
-        sends = [0] * (self.rank + 1) + [x.numel()] * later
-        receives = [x.numel()] * self.rank + [0] * (later + 1)
-        y = self._exchange("earlier", x.expand(later, *x.shape).flatten(), sends, receives)
+        earlier, later = range(self.rank), range(self.rank + 1, self.size)
+        sends, receives = (dict.fromkeys(ranks, x.numel()) for ranks in (later, earlier))
+        y = self._exchange("earlier", x.expand(len(later), *x.shape).flatten(), sends, receives)
         return y.view(self.rank, *x.shape)
 
     def previous(self, x: Tensor) -> Tensor:
-        """What the previous rank gave as `x` (one shape on all ranks); zeros on the first rank."""
-        sends, receives = [0] * self.size, [0] * self.size
-        flat = x.flatten()
-        if self.rank + 1 < self.size:
-            sends[self.rank + 1] = x.numel()
-        else:
-            flat = flat[:0]
-        if self.rank > 0:
-            receives[self.rank - 1] = x.numel()
-        y = self._exchange("previous", flat, sends, receives)
+        """Get `x` (one shape on all ranks) of the previous rank; zeros on the first rank."""
+        last, count = self.rank + 1 == self.size, x.numel()
+        sends = {} if last else {self.rank + 1: count}
+        receives = {self.rank - 1: count} if self.rank else {}
+        y = self._exchange("previous", x.flatten()[: 0 if last else count], sends, receives)
         if self.rank == 0:
-            y = torch.cat((y, y.new_zeros(x.numel())))
+            y = torch.cat((y, y.new_zeros(count)))
         return y.view(x.shape)
 
     def hand_on(self, step: int, x: Tensor, count: int) -> Tensor:
-        """From rank `step` to the next; all ranks take part in all steps, from 0 to S - 2.
+        """Send from rank `step` to the next; all ranks take part in all steps, from 0 to S - 2.
 
         Args:
             x: on rank `step` at most `count` numbers, which zeros follow; on others nothing.
@@ -157,16 +152,16 @@ class SequenceShard:
             On the next rank the `count` numbers, on others none. To be given to the next step, or what that
             gets depends on: so the backward pass takes the steps in reverse.
         """
-        sends, receives = [0] * self.size, [0] * self.size
+        sends, receives = {}, {}
         if self.rank == step:
-            sends[step + 1] = count
+            sends = {step + 1: count}
             x = torch.cat((x, x.new_zeros(count - x.numel())))
         if self.rank == step + 1:
-            receives[step] = count
+            receives = {step: count}
         return self._exchange("hand_on", x, sends, receives)
 
     def halo(self, *shards: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
-        """For what looks one token back.
+        """Exchange what looking one token back needs.
 
         Args:
             shards: `[B, T / S, C]` each, with its own C, of one dtype; their last vectors travel together.
@@ -181,7 +176,7 @@ class SequenceShard:
         return list(shards), list(last.split([x.shape[-1] for x in shards], -1))
 
     def to_heads(self, *shards: Tensor) -> list[Tensor]:
-        """From all heads of this rank's tokens to all tokens of its share of heads.
+        """Trade all heads of this rank's tokens for all tokens of its share of heads.
 
         Args:
             shards: `[B, T / S, heads, size]`, each with its own heads and size, of one dtype; they travel
@@ -200,7 +195,7 @@ class SequenceShard:
             parts.append(x.unflatten(2, (self.size, -1)).movedim(2, 0).flatten(3))
         widths = [part.shape[3] for part in parts]
         packed = torch.cat(parts, -1).flatten()  # [S, B, T / S, widths]
-        counts = [packed.numel() // self.size] * self.size
+        counts = dict.fromkeys(range(self.size), packed.numel() // self.size)
         y = self._exchange("to_heads", packed, counts, counts)
         y = y.view(self.size, batch, self.length, sum(widths)).movedim(0, 1).flatten(1, 2)
         return [
@@ -208,16 +203,18 @@ class SequenceShard:
         ]
 
     def to_tokens(self, y: Tensor) -> Tensor:
-        """`[B, T, H / S, D]` back to `[B, T / S, H, D]`: all heads of this rank's tokens."""
+        """Trade `[B, T, H / S, D]` back for `[B, T / S, H, D]`: all heads of this rank's tokens."""
         batch, _, share, size = y.shape
         packed = y.unflatten(1, (self.size, self.length)).movedim(1, 0).flatten()
-        counts = [packed.numel() // self.size] * self.size
+        counts = dict.fromkeys(range(self.size), packed.numel() // self.size)
         x = self._exchange("to_tokens", packed, counts, counts)
         return x.view(self.size, batch, self.length, share, size).movedim(0, 2).flatten(2, 3)
 
-    def _exchange(self, name: str, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """`x` flat, its first `sends[0]` numbers for rank 0 and so on -> what the ranks sent here."""
-        return _Exchange.apply(x, self, name, sends, receives)
+    def _exchange(self, name: str, x: Tensor, sends: dict[int, int], receives: dict[int, int]) -> Tensor:
+        """Exchange `x`, which is flat: its first `sends[r]` numbers go to the first rank r that is in `sends`
+        and so on; the result has `receives[r]` numbers from rank r."""
+        counts = ([each.get(rank, 0) for rank in range(self.size)] for each in (sends, receives))
+        return _Exchange.apply(x, self, name, *counts)
 
     def _all_to_all(self, name: str, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         y = x.new_empty(sum(receives))
@@ -248,7 +245,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def heads_per_rank(heads: int, size: int) -> int:
-    """Heads each of `size` ranks has, of `heads` in all; LayerError where they cannot be shared out."""
+    """Divide `heads` among `size` ranks; raise LayerError where they cannot be shared out."""
     if heads % size and size % heads:
         raise LayerError(f"{heads} heads cannot be shared out over {size} ranks: neither divides the other")
     return max(1, heads // size)

@@ -5,7 +5,6 @@ Gated DeltaNet paper and flash-linear-attention's layer of that name, whose para
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,16 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Flops, Mixer, MixerState, Site
+from .base import Flops, Site
 from .context import Context
-from .errors import LayerError, is_count, require
-from .linear.across import AcrossRanks, states_bytes
-from .linear.decay import reset_decay_rate, reset_time_step
+from .errors import LayerError, require_counts, require_flags, require_positive
+from .linear.across import AcrossRanks
 from .linear.delta_rule import gated_delta_rule
+from .linear.mixer import RecurrentMixer
 from .linear.short_conv import ShortConv, last_of_rank, refuse_short_chunks
 from .norms import RMSNorm, compute_dtype
-from .parameters import initialise
+from .parameters import initialise, reset_decay_rate, reset_time_step, reset_uniform
 from .registry import register
+from .state import MixerState
 
 DELTA_RULE = AcrossRanks(gated_delta_rule)
 
@@ -49,23 +49,14 @@ class DeltaOptions:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_v_heads", "head_k_dim", "head_v_dim"):
-            value = getattr(self, name)
-            require(value is None or is_count(value), name, value, "a whole number of 1 or more, or null")
-        require(is_count(self.conv_size), "conv_size", self.conv_size, "a whole number of 1 or more")
-        for name in ("use_short_conv", "conv_bias", "allow_neg_eigval"):
-            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true, false")
-        check_eps(self.norm_eps)
-
-
-def check_eps(value: Any) -> None:
-    """LayerError unless `value` can be the epsilon of a norm."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(number and 0 < value < math.inf, "norm_eps", value, "a number above 0")
+        require_counts(self, "num_heads", "num_v_heads", "head_k_dim", "head_v_dim", nullable=True)
+        require_counts(self, "conv_size")
+        require_flags(self, "use_short_conv", "conv_bias", "allow_neg_eigval")
+        require_positive(self, "norm_eps")
 
 
 class DeltaHeads(NamedTuple):
-    """Options resolved for one hidden size."""
+    """Head counts and sizes for one hidden size."""
 
     num_heads: int
     num_v_heads: int
@@ -75,7 +66,7 @@ class DeltaHeads(NamedTuple):
 
 @dataclass
 class DeltaState(MixerState):
-    """The recurrent state, and the short convolutions' last inputs (oldest first; none without them)."""
+    """State of the delta rule, and the short convolutions' last inputs (oldest first; none without them)."""
 
     recurrent: Tensor | None = None  # [B, HV, K, V], at least fp32; key index first
     conv_q: Tensor | None = None  # [B, H * K, conv_size]
@@ -83,10 +74,9 @@ class DeltaState(MixerState):
     conv_v: Tensor | None = None  # [B, HV * V, conv_size]
 
 
-class DeltaMixer(Mixer):
-    """What Gated DeltaNet and Kimi Delta Attention share; a subclass gives the decay and the output gate."""
+class DeltaMixer(RecurrentMixer):
+    """Base of Gated DeltaNet and Kimi Delta Attention; a subclass gives the decay and the output gate."""
 
-    position_free = True
     default_head_k_dim: int
     key_share: tuple[int, int]  # usual width of all keys together, as a fraction of hidden_size
     value_ratio: int  # usual width of all values together, in widths of all keys
@@ -122,12 +112,13 @@ class DeltaMixer(Mixer):
         raise NotImplementedError
 
     def gate(self, o: Tensor, x: Tensor) -> Tensor:
-        """The normalised heads `o` `[B, T, HV, V]` times the output gate."""
+        """Multiply the normalised heads `o` `[B, T, HV, V]` by the output gate."""
         raise NotImplementedError
 
     @classmethod
     def heads(cls, options: Any, hidden_size: int) -> DeltaHeads:
-        """The options' head counts and sizes for `hidden_size`; LayerError where they do not fit it."""
+        """Resolve head counts and sizes for `hidden_size`; raise LayerError where the options do not fit
+        it."""
         part, parts = cls.key_share
         num_heads, head_k_dim = options.num_heads, options.head_k_dim
         if num_heads is None or head_k_dim is None:
@@ -160,15 +151,16 @@ class DeltaMixer(Mixer):
 
     @classmethod
     def check_sharding(cls, options: Any, site: Site, size: int, tokens: int) -> None:
-        """Ranks exchange states, and the tokens that the convolutions see."""
+        """Refuse shards shorter than a convolution: ranks exchange states, and the tokens that the
+        convolutions see."""
         if options.use_short_conv:
             refuse_short_chunks(f"layer {site.layer} ({cls.kind})", options.conv_size, size, tokens)
 
     def reset_parameters(self) -> None:
-        """Linear maps and convolutions as torch initialises them."""
+        """Initialise linear maps and convolutions as torch does."""
         for linear in self.modules():
             if isinstance(linear, nn.Linear):
-                reset_linear(linear)
+                reset_uniform(linear, linear.in_features)
         self.o_norm.reset_parameters()
         if self.options.use_short_conv:
             for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d):
@@ -208,7 +200,7 @@ class DeltaMixer(Mixer):
     def _convolve(
         self, name: str, u: Tensor, last: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        """SiLU of the convolution of `u` (or of `u`), in at least fp32, and the inputs to carry on."""
+        """Give SiLU of the convolution of `u` (or of `u`), in at least fp32, and the inputs to carry on."""
         if not self.options.use_short_conv:
             return F.silu(u.to(compute_dtype(u))), None
         return getattr(self, f"{name}_conv1d")(u, last, context.lengths)
@@ -224,11 +216,10 @@ class DeltaMixer(Mixer):
             state.conv_v = weight.new_zeros(batch, self.v_width, width)
         return state
 
-    # Accounts. The recurrence is counted in its own form, token by token: read with the key, write, read
-    # with the query. The chunked form does other products, of about the same size; convolutions are none.
+    # The recurrence counts as read with the key, write, read with the query.
 
     def gate_products(self) -> int:
-        """Multiply-adds of one token's decay and output gate."""
+        """Count the multiply-adds of one token's decay and output gate."""
         raise NotImplementedError
 
     def flops_at(self, position: int) -> Flops:
@@ -236,30 +227,8 @@ class DeltaMixer(Mixer):
         maps = size * (2 * self.key_width + 2 * self.v_width + self.num_v_heads) + self.gate_products()
         return Flops(2.0 * maps + 6.0 * self.head_k_dim * self.v_width)
 
-    def flops_per_token(self, context_length: int) -> Flops:
-        return self.flops_at(context_length - 1)
-
-    def state_bytes(self, context_length: int, element_size: int = 4) -> int:
-        held = self.head_k_dim * self.v_width * max(element_size, 4)
-        if self.options.use_short_conv:
-            held += (2 * self.key_width + self.v_width) * self.options.conv_size * element_size
-        return held
-
-    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
-        width = self.num_v_heads * self.head_k_dim * (self.head_k_dim + self.head_v_dim)
-        sent = states_bytes(rows, size, width, element_size)
-        if self.options.use_short_conv:
-            seen = self.options.conv_size - 1
-            sent += (size - 1) * rows * seen * (2 * self.key_width + self.v_width) * element_size
-        return sent
-
-
-def reset_linear(linear: nn.Linear) -> None:
-    """Weight and bias as torch initialises them: uniform, up to 1 / sqrt(inputs)."""
-    bound = 1 / math.sqrt(linear.in_features)
-    initialise(linear.weight, lambda w: nn.init.uniform_(w, -bound, bound))
-    if linear.bias is not None:
-        initialise(linear.bias, lambda b: nn.init.uniform_(b, -bound, bound))
+    def transition_numbers(self) -> int:
+        return self.num_v_heads * self.head_k_dim**2
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -268,14 +237,15 @@ def _unit(x: Tensor) -> Tensor:
 
 @dataclass
 class GatedDeltaNetOptions(DeltaOptions):
-    """Usual widths: keys 3/4 of hidden_size together, in heads of 64, values twice that."""
+    """Options of Gated DeltaNet; usual widths: keys 3/4 of hidden_size together, in heads of 64, values twice
+    that."""
 
     use_gate: bool = True
     """Multiply the normalised output by silu of a projection."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(isinstance(self.use_gate, bool), "use_gate", self.use_gate, "true, false")
+        require_flags(self, "use_gate")
 
 
 @register("gated_deltanet")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .errors import LayerError, is_count, require
+from .errors import LayerError, is_count, require, require_counts, require_flags, require_positive
 from .norms import NORMS
 from .rope import STYLES
 
@@ -38,24 +37,18 @@ class ProjectionOptions:
     """Biases of the q, k and v projections."""
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
-            value = getattr(self, name)
-            require(value is None or is_count(value), name, value, "a whole number of 1 or more, or null")
+        require_counts(self, "num_heads", "num_kv_heads", "head_dim", nullable=True)
         dim = self.rotary_dim
         even = dim is None or (is_count(dim, 0) and dim % 2 == 0)
         require(even, "rotary_dim", dim, "an even number, 0 or more, or null")
-        base = self.rotary_base
-        positive = isinstance(base, int | float) and math.isfinite(base) and base > 0
-        require(positive, "rotary_base", base, "a number above 0")
+        require_positive(self, "rotary_base")
         require(self.rotary_style in STYLES, "rotary_style", self.rotary_style, ", ".join(STYLES))
         require(self.qk_norm in (*NORMS, "none"), "qk_norm", self.qk_norm, ", ".join((*NORMS, "none")))
-        for name in ("token_shift", "value_residual", "qkv_bias"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, value, "true, false")
+        require_flags(self, "token_shift", "value_residual", "qkv_bias")
 
 
 class Heads(NamedTuple):
-    """Options resolved for one hidden size."""
+    """Head counts and sizes for one hidden size."""
 
     num_heads: int
     num_kv_heads: int
@@ -66,8 +59,10 @@ class Heads(NamedTuple):
     def of(
         cls, options: ProjectionOptions, hidden_size: int, default_rotary_dim: Callable[[int], int]
     ) -> Heads:
-        """The options' for `hidden_size`; LayerError where they do not fit it. `default_rotary_dim`: D -> P
-        where they leave P open."""
+        """Resolve the options for `hidden_size`; raise LayerError where they do not fit it.
+
+        `default_rotary_dim`: D -> P where the options leave P open.
+        """
         num_heads, head_dim = options.num_heads, options.head_dim
         if num_heads is None:
             head_dim = head_dim or 128

@@ -12,17 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import require
+from .errors import is_number, require
 from .gated_deltanet import DeltaMixer, DeltaOptions
-from .linear.decay import reset_decay_rate, reset_time_step
 from .norms import compute_dtype
-from .parameters import initialise
+from .parameters import initialise, reset_decay_rate, reset_time_step
 from .registry import register
 
 
 @dataclass
 class KimiDeltaOptions(DeltaOptions):
-    """Usual widths: keys and values hidden_size each, in heads of 128."""
+    """Options of Kimi Delta Attention; usual widths: keys and values hidden_size each, in heads of 128."""
 
     lower_bound: float | None = None
     """Log decays lie between this and 0, by a sigmoid (upstream code: -5). null: without bound."""
@@ -30,8 +29,7 @@ class KimiDeltaOptions(DeltaOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         bound = self.lower_bound
-        number = isinstance(bound, int | float) and not isinstance(bound, bool)
-        allowed = bound is None or (number and -math.inf < bound < 0)
+        allowed = bound is None or (is_number(bound) and -math.inf < bound < 0)
         require(allowed, "lower_bound", bound, "a number below 0, or null")
 
 

@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Flops, Mixer, MixerState, Site
+from .base import Flops, Site
 from .context import Context
-from .errors import LayerError, is_count, require
-from .gated_deltanet import check_eps, reset_linear
-from .linear.across import DecayAcrossRanks, states_bytes
-from .linear.decay import reset_decay_rate, reset_time_step
+from .errors import LayerError, require, require_counts, require_flags, require_positive
+from .linear.across import DecayAcrossRanks
+from .linear.mixer import RecurrentMixer
 from .linear.short_conv import ShortConv, last_of_rank, refuse_short_chunks
 from .linear.ssd import ssd
 from .norms import Norm, compute_dtype
-from .parameters import initialise
+from .parameters import initialise, reset_decay_rate, reset_time_step, reset_uniform
 from .registry import register
+from .state import MixerState
 
 SSD = DecayAcrossRanks(ssd)
 
@@ -44,17 +44,14 @@ class Mamba2Options:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("expand", "state_size", "n_groups", "conv_size"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "a whole number of 1 or more")
-        for name in ("num_heads", "head_dim"):
-            value = getattr(self, name)
-            require(value is None or is_count(value), name, value, "a whole number of 1 or more, or null")
-        require(isinstance(self.conv_bias, bool), "conv_bias", self.conv_bias, "true, false")
-        check_eps(self.norm_eps)
+        require_counts(self, "expand", "state_size", "n_groups", "conv_size")
+        require_counts(self, "num_heads", "head_dim", nullable=True)
+        require_flags(self, "conv_bias")
+        require_positive(self, "norm_eps")
 
 
 class Mamba2Heads(NamedTuple):
-    """Options resolved for one hidden size."""
+    """Head count and size for one hidden size."""
 
     num_heads: int
     head_dim: int
@@ -62,14 +59,14 @@ class Mamba2Heads(NamedTuple):
 
 @dataclass
 class Mamba2State(MixerState):
-    """The recurrent state, and the short convolution's last inputs (oldest first)."""
+    """State of the recurrence, and the short convolution's last inputs (oldest first)."""
 
     recurrent: Tensor | None = None  # [B, H, P, N], at least fp32
     conv: Tensor | None = None  # [B, expand * C + 2 * G * N, conv_size]
 
 
 class GroupRMSNorm(Norm):
-    """Every group of features divided by its own root mean square (eps inside the root), then weight."""
+    """Divide every group of features by its own root mean square (eps inside the root), then weight."""
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         self.groups = groups
@@ -83,11 +80,10 @@ class GroupRMSNorm(Norm):
 
 
 @register("mamba2")
-class Mamba2(Mixer):
+class Mamba2(RecurrentMixer):
     """`S <- e^g S + (dt x) B^T;  o = S C + D x`, with g = -exp(A_log) dt."""
 
     Options = Mamba2Options
-    position_free = True
     kept_vectors = 48.0
 
     def __init__(self, options: Any, site: Site) -> None:
@@ -107,7 +103,7 @@ class Mamba2(Mixer):
 
     @classmethod
     def heads(cls, options: Any, hidden_size: int) -> Mamba2Heads:
-        """The options' head count and size for `hidden_size`; LayerError where they do not fit it."""
+        """Resolve head count and size for `hidden_size`; raise LayerError where the options do not fit it."""
         inner, heads, width = options.expand * hidden_size, options.num_heads, options.head_dim
         if heads is None:
             width = width or 64
@@ -131,13 +127,14 @@ class Mamba2(Mixer):
 
     @classmethod
     def check_sharding(cls, options: Any, site: Site, size: int, tokens: int) -> None:
-        """Ranks exchange states, and the tokens that the convolution sees."""
+        """Refuse shards shorter than the convolution: ranks exchange states, and the tokens that the
+        convolution sees."""
         refuse_short_chunks(f"layer {site.layer} ({cls.kind})", options.conv_size, size, tokens)
 
     def reset_parameters(self) -> None:
-        """Linear maps and the convolution as torch initialises them."""
-        reset_linear(self.in_proj)
-        reset_linear(self.out_proj)
+        """Initialise linear maps and the convolution as torch does."""
+        reset_uniform(self.in_proj, self.in_proj.in_features)
+        reset_uniform(self.out_proj, self.out_proj.in_features)
         self.conv1d.reset_parameters()
         self.norm.reset_parameters()
         initialise(self.A_log, lambda a: reset_decay_rate(a, 1, 16))
@@ -185,21 +182,11 @@ class Mamba2(Mixer):
             recurrent=recurrent, conv=weight.new_zeros(batch, self.conv_width, self.options.conv_size)
         )
 
-    # Accounts. The recurrence is counted token by token: one write and one read of the state. The chunked
-    # form does other products, of about the same size; the convolution is none.
+    # The recurrence counts as one write and one read of the state.
 
     def flops_at(self, position: int) -> Flops:
         maps = self.site.hidden_size * (2 * self.inner + self.conv_width + self.num_heads)
         return Flops(2.0 * maps + 4.0 * self.inner * self.options.state_size)
 
-    def flops_per_token(self, context_length: int) -> Flops:
-        return self.flops_at(context_length - 1)
-
-    def state_bytes(self, context_length: int, element_size: int = 4) -> int:
-        recurrent = self.inner * self.options.state_size * max(element_size, 4)
-        return recurrent + self.conv_width * self.options.conv_size * element_size
-
-    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
-        width = self.inner * self.options.state_size + self.num_heads
-        seen = (self.options.conv_size - 1) * self.conv_width
-        return states_bytes(rows, size, width, element_size) + (size - 1) * rows * seen * element_size
+    def transition_numbers(self) -> int:
+        return self.num_heads

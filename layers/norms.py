@@ -32,7 +32,7 @@ class Norm(nn.Module):
 
 
 class LayerNorm(Norm):
-    """Mean and biased variance removed, then weight and bias."""
+    """Remove mean and biased variance, then weight and bias."""
 
     def _build(self) -> None:
         self.bias = nn.Parameter(torch.empty(self.size))
@@ -48,7 +48,7 @@ class LayerNorm(Norm):
 
 
 class RMSNorm(Norm):
-    """Divided by the root mean square (eps inside the root), then weight."""
+    """Divide by the root mean square (eps inside the root), then weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = compute_dtype(x)
@@ -56,7 +56,7 @@ class RMSNorm(Norm):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """fp32, or float64 for a float64 `x`."""
+    """Give the dtype to compute in: fp32, or float64 for a float64 `x`."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -64,7 +64,7 @@ NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 
 
 def make_norm(kind: str, size: int, eps: float = 1e-5) -> Norm:
-    """`layernorm` or `rmsnorm` over `size` features; LayerError for another kind."""
+    """Make a `layernorm` or `rmsnorm` over `size` features; raise LayerError for another kind."""
     if kind not in NORMS:
         raise LayerError(f"norm '{kind}': allowed are {', '.join(NORMS)}")
     return NORMS[kind](size, eps)

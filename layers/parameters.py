@@ -1,12 +1,16 @@
-"""Parameters of a layer: how they are filled, and how their gradients come on every rank alike."""
+"""Parameters of a layer: how they are filled, and how every rank gets their gradients in the same order."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+STEP_RANGE = (0.001, 0.1)
+LEAST_STEP = 1e-4
 
 
 def initialise(parameter: Tensor, init: Callable[[Tensor], Any]) -> None:
@@ -27,6 +31,26 @@ def initialise(parameter: Tensor, init: Callable[[Tensor], Any]) -> None:
             assert isinstance(parameter, DTensor)
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
         parameter.copy_(value)
+
+
+def reset_uniform(module: nn.Module, inputs: int) -> None:
+    """Fill `module`'s own weight and bias as torch does linear maps: uniform, up to 1 / sqrt(inputs)."""
+    bound = 1 / math.sqrt(inputs)
+    for parameter in module.parameters(recurse=False):
+        initialise(parameter, lambda value: nn.init.uniform_(value, -bound, bound))
+
+
+def reset_decay_rate(a_log: Tensor, low: float, high: float) -> None:
+    """Fill `a_log` with the logarithm of rates drawn uniformly from `low` to `high` (Mamba-2 paper's
+    code)."""
+    a_log.uniform_(low, high).clamp_(min=1e-6).log_()  # a rate of exactly 0 would have no logarithm
+
+
+def reset_time_step(dt_bias: Tensor) -> None:
+    """Fill `dt_bias` so that its softplus is log-uniform in STEP_RANGE (Mamba-2 paper's code)."""
+    low, high = (math.log(limit) for limit in STEP_RANGE)
+    step = dt_bias.uniform_(low, high).exp_().clamp_(min=LEAST_STEP)
+    dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
 
 
 class _AlwaysUsed(torch.autograd.Function):

@@ -15,20 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from . import value_residual
-from .base import Flops, Mixer, MixerState, Site
+from .base import Flops, Mixer, Site
 from .context import Context
-from .context_parallel import heads_per_rank
+from .context_parallel import SequenceShard, heads_per_rank
 from .errors import LayerError
 from .heads import Heads, ProjectionOptions
 from .norms import make_norm
 from .parameters import initialise
 from .rope import Rotary, positions, rotary, rotate
+from .state import MixerState
 from .token_shift import Last, last_token, shift_ramp, token_shift
 
 
 @dataclass
 class ProjectedState(MixerState):
-    """A softmax mixer's state: last vectors for the token shift; subclasses add keys and values."""
+    """State of a softmax mixer: last vectors for the token shift; subclasses add keys and values."""
 
     shift_q: Tensor | None = None  # [B, H * D], before the shift; None at the start or without token shift
     shift_k: Tensor | None = None  # [B, G * D]
@@ -36,7 +37,7 @@ class ProjectedState(MixerState):
 
 
 class Shift(NamedTuple):
-    """The token shift's part of a ProjectedState, in its order."""
+    """The fields of a ProjectedState that the token shift needs, in their order."""
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -44,7 +45,7 @@ class Shift(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """What a softmax mixer's attention works on; of a sequence sharded over ranks all tokens, and this rank's
+    """Operands of a softmax mixer's attention; of a sequence sharded over ranks all tokens, and this rank's
     share of heads."""
 
     q: Tensor  # [B, T, H, D], normalised and rotated
@@ -54,7 +55,7 @@ class Projected(NamedTuple):
     gate: Tensor | None = None  # [B, T, G], what `gates` gave
 
     def documents(self, lengths: Sequence[int]) -> list[Projected]:
-        """Each packed document's own."""
+        """Divide by packed documents."""
         sizes = list(lengths)
 
         def each(x: Tensor | None, size: int | list[int], axis: int) -> Sequence[Any]:
@@ -71,7 +72,7 @@ class ProjectedMixer(Mixer):
 
     Ranks that share a sequence trade tokens for heads: after the linear maps and the token shift each gets
     all tokens for its share of heads, attends as if it were alone, and gives its heads' outputs back. Or by a
-    halo, where a mixer sees only so many keys before a rank's chunk (`keys_before`): the rank before gives
+    halo, where a mixer sees only so many keys before a rank's shard (`keys_before`): the rank before gives
     these, and all heads stay.
     """
 
@@ -107,12 +108,13 @@ class ProjectedMixer(Mixer):
 
     @classmethod
     def default_rotary_dim(cls, head_dim: int) -> int:
-        """Half of the head, as the paper's main layers have it."""
+        """Rotate half of the head, as the paper's main layers do."""
         return head_dim // 4 * 2
 
     @classmethod
     def heads(cls, options: Any, hidden_size: int) -> Heads:
-        """The options' head counts and sizes for `hidden_size`; LayerError where they do not fit it."""
+        """Resolve head counts and sizes for `hidden_size`; raise LayerError where the options do not fit
+        it."""
         return Heads.of(options, hidden_size, cls.default_rotary_dim)
 
     @classmethod
@@ -121,18 +123,18 @@ class ProjectedMixer(Mixer):
 
     @classmethod
     def keys_before(cls, options: Any) -> int | None:
-        """Most keys before a chunk of tokens that queries in it see, sinks aside; None: all."""
+        """Give the most keys before a shard that queries in it see, sinks aside; None: all."""
         return None
 
     @classmethod
     def sinks_before(cls, options: Any) -> int:
-        """First keys of a document that all of its queries see."""
+        """Give how many first keys of a document all of its queries see."""
         return 0
 
     @classmethod
     def halo_of(cls, options: Any, site: Site, size: int, tokens: int) -> int | None:
-        """Keys that a rank gets from the one before, beside sinks from all; None where heads are exchanged:
-        that moves fewer bytes, or the keys are not all on one rank."""
+        """Count the keys that a rank gets from the one before, beside sinks from all; None where ranks trade
+        tokens for heads: that moves fewer bytes, or the keys are not all on one rank."""
         count, sinks = cls.keys_before(options), cls.sinks_before(options)
         if count is None or tokens % size or max(count, sinks) > tokens // size:
             return None
@@ -192,7 +194,7 @@ class ProjectedMixer(Mixer):
         return self.output(y, x, context), after
 
     def mix_documents(self, x: Tensor, context: Context, states: Sequence[Any]) -> tuple[Tensor, list[Any]]:
-        """What is done token by token goes over the whole row; only the core sees documents."""
+        """Project the whole row at once; only the core sees documents."""
         documents = self.project(x, context, states).documents(context.lengths)
         outputs, after, routes = [], [], []
         for index, (own, state) in enumerate(zip(documents, states, strict=True)):
@@ -205,26 +207,26 @@ class ProjectedMixer(Mixer):
         return self.output(torch.cat(outputs, 1), x, context), after
 
     def gates(self, x: Tensor, context: Context) -> Tensor | None:
-        """Numbers `[B, T, G]` that go with the keys' heads into the core, should it need any."""
+        """Compute numbers `[B, T, G]` that go with the keys' heads into the core, should it need any."""
         return None
 
     def core(self, heads: Projected, context: Context, state: Any) -> tuple[Tensor, Any]:
-        """Heads `[B, T, H, D]` that the queries gather, and the state to go on from (None unless wanted)."""
+        """Attend: heads `[B, T, H, D]` that the queries gather, and the state to go on from (None unless
+        wanted)."""
         raise NotImplementedError
 
     def project(
         self, x: Tensor, context: Context, state: ProjectedState | Sequence[ProjectedState | None] | None
     ) -> Projected:
-        """Queries, keys and values of `x` `[B, T, C]`, and the token shift's part of the next state.
+        """Compute queries, keys and values of `x` `[B, T, C]`, and the token shift's part of the next state.
 
         `state`: for a packed row's documents a list.
         """
         q, k, v, gate = self.c_q(x), self.c_k(x), self.c_v(x), self.gates(x, context)
         if self.options.value_residual:
             v = self._mix_values(v, x, context)
-        shift = Shift()
+        shift, (last, position) = Shift(), _before(state)
         if self.options.token_shift:
-            last: Sequence[Last] = _last(state)
             if context.want_state:
                 shift = Shift(*(last_token(x, context.lengths) for x in (q, k, v)))
             if context.shard is not None:
@@ -235,28 +237,29 @@ class ProjectedMixer(Mixer):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if self._by_heads(context):
-            assert context.shard is not None
-            q, k, v, *gates = context.shard.to_heads(q, k, v, *(() if gate is None else (gate[..., None],)))
+        shard = self.trading(context)
+        if shard is not None:
+            q, k, v, *gates = shard.to_heads(q, k, v, *(() if gate is None else (gate[..., None],)))
             gate = None if gate is None else gates[0].squeeze(-1)
         if self.options.qk_norm != "none":
             q, k = self.ln_q(q), self.ln_k(k)
         if self.rotary_dim:
-            table = self._rotary(q, context, _position(state))
+            table = self._rotary(q, context, position)
             q, k = rotate(q, table), rotate(k, table)
         return Projected(q, k, v, shift, gate)
 
     def halo(self, context: Context) -> int | None:
-        """`halo_of` for a call; None too where the sequence is not sharded."""
+        """Give `halo_of` for a call; None too where the sequence is not sharded."""
         shard = context.shard
         return None if shard is None else self.halo_of(self.options, self.site, shard.size, shard.tokens)
 
-    def _by_heads(self, context: Context) -> bool:
-        return context.shard is not None and self.halo(context) is None
+    def trading(self, context: Context) -> SequenceShard | None:
+        """Give the call's shard if its ranks trade tokens for heads at this layer."""
+        return context.shard if self.halo(context) is None else None
 
     def _rotary(self, q: Tensor, context: Context, start: int | tuple[int, ...]) -> Rotary:
         lengths = context.row_lengths
-        if context.shard is not None and not self._by_heads(context):
+        if context.shard is not None and self.trading(context) is None:
             lengths, start = context.lengths, context.shard.carried
             if lengths:
                 start = (start, *[0] * (len(lengths) - 1))
@@ -267,7 +270,7 @@ class ProjectedMixer(Mixer):
         return context.tables[key]
 
     def _mix_values(self, v: Tensor, x: Tensor, context: Context) -> Tensor:
-        """The value residual; the first layer of the kind also computes what the others get."""
+        """Apply the value residual; the first layer of the kind also computes what the others get."""
         if self.site.first_of_kind:
             own_input = context.embedding is None or context.embedding is x
             first = v if own_input else self.c_v(context.embedding)
@@ -277,19 +280,18 @@ class ProjectedMixer(Mixer):
         return value_residual.mix_values(v, first, self.v_gate0, self.v_gate2(self.v_gate1(x)))
 
     def own(self, parameter: Tensor, context: Context) -> Tensor:
-        """A parameter of all query heads `[H]` for the heads that `project` gave."""
-        if context.shard is None or not self._by_heads(context):
-            return parameter
-        return parameter[context.shard.own_heads(self.num_heads)]
+        """Pick from a parameter of all query heads `[H]` those that `project` gave."""
+        shard = self.trading(context)
+        return parameter if shard is None else parameter[shard.own_heads(self.num_heads)]
 
     def output(self, y: Tensor, x: Tensor, context: Context) -> Tensor:
-        """The heads' outputs, in the form of `project`'s queries, to `[B, T, C]` in x's dtype."""
-        if context.shard is not None and self._by_heads(context):
-            y = context.shard.to_tokens(y)
+        """Project the heads' outputs, in the form of `project`'s queries, to `[B, T, C]` in x's dtype."""
+        shard = self.trading(context)
+        y = y if shard is None else shard.to_tokens(y)
         return self.c_proj(y.flatten(-2)).to(x.dtype)
 
     def projection_flops(self) -> Flops:
-        """Linear maps of one token."""
+        """Count FLOPs of the linear maps for one token."""
         size, rank = self.site.hidden_size, value_residual.gate_rank(self.site.hidden_size)
         products = size * (2 * self.q_width + 2 * self.kv_width)
         if self.options.value_residual:
@@ -299,9 +301,9 @@ class ProjectedMixer(Mixer):
         return Flops(2.0 * products)
 
     def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
-        """Each rank sends the other ranks their heads' part of its queries, keys and values, and later their
-        tokens' part of its heads' outputs; or the next one its last keys and values, and all later ones its
-        sinks. For the token shift its last token goes to the next rank."""
+        """Count the bytes of a forward pass: each rank sends the others their heads of its queries, keys and
+        values, and later their tokens of its heads' outputs; or the next one its last keys and values, and
+        all later ones its sinks. For the token shift its last token goes to the next rank."""
         halo = self.halo_of(self.options, self.site, size, tokens)
         if halo is not None:
             moved = (2 * halo + size * self.sinks_before(self.options)) * self.kv_width
@@ -313,25 +315,23 @@ class ProjectedMixer(Mixer):
         return rows * (size - 1) * moved * element_size
 
     def _gates(self) -> int:
-        """Numbers per token and key/value head that `project` is given as `gate`."""
+        """Count the numbers per token and key/value head that `gates` gives."""
         return 0
 
     def shift_bytes(self, context_length: int, element_size: int) -> int:
-        """Bytes of the token shift's part of the state."""
+        """Count bytes of the token shift's part of the state."""
         if not self.options.token_shift or context_length == 0:
             return 0
         return (self.q_width + 2 * self.kv_width) * element_size
 
 
-def _last(state: ProjectedState | Sequence[ProjectedState | None] | None) -> tuple[Last, Last, Last]:
+def _before(
+    state: ProjectedState | Sequence[ProjectedState | None] | None,
+) -> tuple[Sequence[Last], int | tuple[int, ...]]:
+    """Read the last vectors of q, k and v and the position from a state, or from those of a packed row."""
     if state is None or isinstance(state, ProjectedState):
-        state = state or ProjectedState()
-        return state.shift_q, state.shift_k, state.shift_v
+        one = state or ProjectedState()
+        return (one.shift_q, one.shift_k, one.shift_v), one.position
     known = [one or ProjectedState() for one in state]
-    return [one.shift_q for one in known], [one.shift_k for one in known], [one.shift_v for one in known]
-
-
-def _position(state: ProjectedState | Sequence[ProjectedState | None] | None) -> int | tuple[int, ...]:
-    if state is None or isinstance(state, ProjectedState):
-        return 0 if state is None else state.position
-    return tuple(0 if one is None else one.position for one in state)
+    last = [one.shift_q for one in known], [one.shift_k for one in known], [one.shift_v for one in known]
+    return last, tuple(one.position for one in known)

@@ -15,11 +15,11 @@ ENTRY_POINT_GROUP = "hybrid.layers"
 
 _kinds: dict[str, type[Mixer]] = {}
 _broken: dict[str, LayerError] = {}
-"""Of other packages: what is wrong with them, said to who asks for them."""
+"""Kinds of other packages that cannot be loaded: the error to raise for who asks for them."""
 
 
 def register(kind: str):
-    """Class decorator: make a mixer known as `kind`. Its `Options` must be a dataclass."""
+    """Make a mixer known as `kind` (class decorator). Its `Options` must be a dataclass."""
 
     def add(mixer: type[Mixer]) -> type[Mixer]:
         if not (isinstance(mixer, type) and issubclass(mixer, Mixer)):
@@ -56,13 +56,13 @@ def _discover() -> None:
 
 
 def kinds() -> dict[str, type[Mixer]]:
-    """All known kinds, sorted by name."""
+    """List all known kinds, sorted by name."""
     _discover()
     return dict(sorted(_kinds.items()))
 
 
 def mixer_class(kind: str) -> type[Mixer]:
-    """The mixer registered as `kind`; LayerError names the nearest known one otherwise."""
+    """Find the mixer registered as `kind`; raise LayerError, which names the nearest known one, otherwise."""
     known = kinds()
     if kind in _broken:
         raise _broken[kind]

@@ -20,7 +20,7 @@ class Rotary(NamedTuple):
 
 
 def frequencies(rotary_dim: int, base: float, style: str, device: torch.device | None = None) -> Tensor:
-    """Radians per token of each rotated pair `[P / 2]`, fp32.
+    """Compute radians per token of each rotated pair `[P / 2]`, fp32.
 
     paper: base^(-i / (n - 1)) for the n pairs, so that the slowest turns by exactly 1 / base (upstream code);
     standard: base^(-i / n).
@@ -34,7 +34,8 @@ def frequencies(rotary_dim: int, base: float, style: str, device: torch.device |
 def positions(
     tokens: int, start: int | Sequence[int] = 0, lengths: tuple[int, ...] = (), device=None
 ) -> Tensor:
-    """Absolute positions `[T]` from `start`; in packed documents from 0 in each, or from each one's start."""
+    """List absolute positions `[T]` from `start`; in packed documents from 0 in each, or from each one's
+    start."""
     if not lengths:
         assert isinstance(start, int)
         return torch.arange(start, start + tokens, device=device)
@@ -44,7 +45,7 @@ def positions(
 
 
 def rotary(positions: Tensor, rotary_dim: int, base: float, style: str) -> Rotary:
-    """Tables for integer `positions` `[T]`; angles are fp32 products of position and frequency."""
+    """Compute tables for integer `positions` `[T]`; angles are fp32 products of position and frequency."""
     angles = positions.float()[:, None] * frequencies(rotary_dim, base, style, positions.device)
     return Rotary(angles.cos(), angles.sin(), style)
 

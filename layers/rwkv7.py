@@ -11,15 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import value_residual
-from .base import Flops, Mixer, MixerState, Site
+from .base import Flops, Site
 from .context import Context
 from .context_parallel import SequenceShard
-from .errors import LayerError, is_count, require
-from .linear.across import AcrossRanks, states_bytes
+from .errors import LayerError, require_counts, require_flags
+from .linear.across import AcrossRanks
+from .linear.mixer import RecurrentMixer
 from .linear.rwkv7_op import LEAST_LOG_DECAY, rwkv7_recurrence
 from .norms import compute_dtype
 from .parameters import initialise
 from .registry import register
+from .state import MixerState
 from .token_shift import last_token, previous, shift_ramp
 
 RECURRENCE = AcrossRanks(rwkv7_recurrence)
@@ -43,18 +45,14 @@ class RWKV7Options:
     """Gate values towards those of the first layer of this kind."""
 
     def __post_init__(self) -> None:
-        for name, least in (("num_heads", 1), ("head_dim", 2)):
-            value = getattr(self, name)
-            allowed = f"a whole number of {least} or more, or null"
-            require(value is None or is_count(value, least), name, value, allowed)
-        for name in ("token_shift", "value_residual"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, value, "true, false")
+        require_counts(self, "num_heads", nullable=True)
+        require_counts(self, "head_dim", least=2, nullable=True)
+        require_flags(self, "token_shift", "value_residual")
 
 
 @dataclass
 class RWKV7State(MixerState):
-    """The recurrent state, and the last tokens for the shifts."""
+    """State of the recurrence, and the last tokens for the shifts."""
 
     recurrent: Tensor | None = None  # [B, H, K, V], key index first; fp32 or wider
     shift: Tensor | None = None  # [B, C], the last token; None without token shift
@@ -62,14 +60,13 @@ class RWKV7State(MixerState):
 
 
 @register("rwkv7")
-class RWKV7(Mixer):
+class RWKV7(RecurrentMixer):
     """`S <- S (diag(w) - kappa (kappa * alpha)^T) + v k^T, y = S r` per head, normed and gated.
 
     From the RWKV-7 paper and the Key-Value Means paper's code. Names of parameters are upstream's.
     """
 
     Options = RWKV7Options
-    position_free = True
     kept_vectors = 34.0
 
     # The low-rank maps: offset, into and out of the narrow space. The output gate has no offset.
@@ -112,7 +109,7 @@ class RWKV7(Mixer):
 
     @classmethod
     def heads(cls, options: RWKV7Options, hidden_size: int) -> tuple[int, int]:
-        """Number and size of heads; LayerError where they do not make up `hidden_size`."""
+        """Resolve number and size of heads; raise LayerError where they do not make up `hidden_size`."""
         num_heads, head_dim = options.num_heads, options.head_dim
         if head_dim is None:
             head_dim = HEAD_DIM if num_heads is None else hidden_size // num_heads
@@ -131,7 +128,7 @@ class RWKV7(Mixer):
 
     @classmethod
     def check_sharding(cls, options: RWKV7Options, site: Site, size: int, tokens: int) -> None:
-        """Ranks exchange states, and the token that the shift mixes with."""
+        """Allow any: ranks exchange states, and the token that the shift mixes with."""
 
     @classmethod
     def value_width(cls, options: RWKV7Options, site: Site) -> int | None:
@@ -170,7 +167,7 @@ class RWKV7(Mixer):
         a0.copy_(-0.19 + 0.3 * self._zigzag(a0) + 0.4 * _line(a0))
 
     def _zigzag(self, like: Tensor) -> Tensor:
-        """`u |u|` with u from -1 to 1 over every head."""
+        """Make `u |u|` with u from -1 to 1 over every head."""
         half = (self.head_dim - 1) / 2
         i = torch.arange(like.numel(), dtype=like.dtype, device=like.device)
         u = (i % self.head_dim - half) / half
@@ -208,7 +205,7 @@ class RWKV7(Mixer):
     def _shifted(
         self, x: Tensor, last: Tensor | None, context: Context, names: Iterable[str] = STREAMS
     ) -> dict[str, Tensor]:
-        """x as each stream gets it."""
+        """Shift x for each stream."""
         if not self.options.token_shift:
             return dict.fromkeys(names, x)
         change = previous(x, last, "zero", context.lengths) - x
@@ -217,7 +214,7 @@ class RWKV7(Mixer):
     def _mix_values(
         self, v: Tensor, shifted: Tensor, x: Tensor, context: Context, state: RWKV7State
     ) -> Tensor:
-        """The value residual; the first layer of the kind also computes what the others get.
+        """Apply the value residual; the first layer of the kind also computes what the others get.
 
         Its shared values are token-shifted like all values here. In a later layer of the model that shift
         runs over the embeddings, which the state therefore remembers beside the layer's own input.
@@ -232,7 +229,7 @@ class RWKV7(Mixer):
         return value_residual.mix_values(v, first, self.v0, self.v2(self.v1(shifted)))
 
     def _shift_state(self, x: Tensor, context: Context, shard: SequenceShard) -> tuple[Tensor, RWKV7State]:
-        """The token shifts' part of a state, from the rank before; go on with the returned x."""
+        """Get the token shifts' part of a state from the rank before; go on with the returned x."""
         if not self.options.token_shift:
             return x, RWKV7State()
         inputs = [x]
@@ -263,10 +260,10 @@ class RWKV7(Mixer):
 
     @property
     def _shifts(self) -> int:
-        """Vectors that the token shift remembers."""
+        """How many vectors the token shift remembers."""
         return self.options.token_shift * (1 + self._reads_embedding)
 
-    # Accounts. The recurrence counts as its four products of a state with a vector or of two vectors.
+    # The recurrence counts as its four products of a state with a vector or of two vectors.
 
     def flops_at(self, position: int) -> Flops:
         size = self.site.hidden_size
@@ -275,17 +272,8 @@ class RWKV7(Mixer):
             products += size**2  # the shared values
         return Flops(2.0 * products)
 
-    def flops_per_token(self, context_length: int) -> Flops:
-        return self.flops_at(0)
-
-    def state_bytes(self, context_length: int, element_size: int = 4) -> int:
-        size = self.site.hidden_size
-        return size * self.head_dim * max(element_size, 4) + self._shifts * size * element_size
-
-    def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
-        hidden = self.site.hidden_size
-        states = states_bytes(rows, size, 2 * hidden * self.head_dim, element_size)
-        return states + (size - 1) * rows * self._shifts * hidden * element_size
+    def transition_numbers(self) -> int:
+        return self.site.hidden_size * self.head_dim
 
     def no_decay(self) -> set[str]:
         return super().no_decay() | {"r_k"}  # a vector, by head
@@ -305,7 +293,8 @@ class _HeadNorm(nn.Module):
 
 
 def low_ranks(hidden_size: int) -> dict[str, int]:
-    """Inner widths of the low-rank maps of decay, rate, value gate and output gate: multiples of 32."""
+    """Choose the inner widths of the low-rank maps of decay, rate, value gate and output gate: multiples of
+    32."""
 
     def rank(factor: float, power: float) -> int:
         return max(32, round(factor * hidden_size**power / 32) * 32)
@@ -314,6 +303,6 @@ def low_ranks(hidden_size: int) -> dict[str, int]:
 
 
 def _line(like: Tensor) -> Tensor:
-    """From -1/2 to 1/2 over the features."""
+    """Make numbers from -1/2 to 1/2 over the features."""
     i = torch.arange(like.numel(), dtype=like.dtype, device=like.device)
     return i / max(like.numel() - 1, 1) - 0.5

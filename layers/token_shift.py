@@ -17,7 +17,7 @@ Last = Tensor | Sequence[Tensor | None] | None
 def token_shift(
     x: Tensor, mix: Tensor, last: Last = None, fallback: str = "first", lengths: tuple[int, ...] = ()
 ) -> Tensor:
-    """`x_t + mix * (x_{t-1} - x_t)`.
+    """Compute `x_t + mix * (x_{t-1} - x_t)`.
 
     Args:
         x: `[B, T, C]`.
@@ -28,7 +28,7 @@ def token_shift(
 
 
 def previous(x: Tensor, last: Last = None, fallback: str = "first", lengths: tuple[int, ...] = ()) -> Tensor:
-    """`x_{t-1}` for every t.
+    """Give `x_{t-1}` for every t.
 
     Args:
         x: `[B, T, C]`.
@@ -55,15 +55,15 @@ def previous(x: Tensor, last: Last = None, fallback: str = "first", lengths: tup
 
 
 def _start(x: Tensor, last: Tensor | None, fallback: str) -> Tensor:
-    """What stands before the vectors `x` `[N, C]` that begin a call."""
+    """Give what stands before the vectors `x` `[N, C]` that begin a call."""
     if last is not None:
         return last.to(x.dtype)
     return x if fallback == "first" else torch.zeros_like(x)
 
 
 def last_token(x: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:
-    """The vector to carry into the next call: `[B, C]`, a copy that does not keep `x` alive; for a packed
-    row one per document, `[N, C]`."""
+    """Take the vector to carry into the next call: `[B, C]`, a copy that does not keep `x` alive; for a
+    packed row one per document, `[N, C]`."""
     if not lengths:
         return x[:, -1].clone()
     return x[0, torch.tensor(lengths, device=x.device).cumsum(0) - 1]

@@ -16,18 +16,19 @@ from .errors import LayerError
 
 
 def gate_rank(hidden_size: int) -> int:
-    """Width between W1 and W2: 1.3 * sqrt(hidden), to a multiple of 32, at least 32."""
+    """Choose the width between W1 and W2: 1.3 * sqrt(hidden), to a multiple of 32, at least 32."""
     return max(32, round(1.3 * math.sqrt(hidden_size) / 32) * 32)
 
 
 def mix_values(v: Tensor, first: Tensor, gate0: Tensor, gate: Tensor) -> Tensor:
-    """Values `[B, T, W]` after the residual; `gate` `[B, T, W]` is W2 W1 x, `gate0` `[W]` its bias."""
+    """Compute values `[B, T, W]` after the residual; `gate` `[B, T, W]` is W2 W1 x, `gate0` `[W]` its
+    bias."""
     return torch.lerp(v, first.to(v.dtype), torch.sigmoid(gate + gate0).to(v.dtype))
 
 
 def first_values(layer: Mixer, width: int, context: Context) -> Tensor:
-    """What the first layer of `layer`'s kind shares, `[B, T, width]`; LayerError where it is missing or
-    of another width."""
+    """Read the values that the first layer of `layer`'s kind shares, `[B, T, width]`; raise LayerError where
+    they are missing or of another width."""
     kind, index = layer.kind, layer.site.layer
     first = context.first_values.get(kind)
     if first is None:
@@ -46,14 +47,15 @@ def first_values(layer: Mixer, width: int, context: Context) -> Tensor:
 
 
 def reset_gate0(gate0: Tensor) -> None:
-    """A ramp 0.93 ... 0.53 (before the sigmoid) over the features (upstream code)."""
+    """Fill with a ramp 0.93 ... 0.53 (before the sigmoid) over the features (upstream code)."""
     width = gate0.numel()
     i = torch.arange(width, dtype=gate0.dtype, device=gate0.device)
     gate0.copy_(0.73 - 0.4 * (i / max(width - 1, 1) - 0.5))
 
 
 def reset_gate2(weight: Tensor) -> None:
-    """W2 `[W, rank]`: orthogonal rows with gain 0.1, times sqrt(rank / W) where rank > W (upstream code)."""
+    """Fill W2 `[W, rank]` with orthogonal rows with gain 0.1, times sqrt(rank / W) where rank > W (upstream
+    code)."""
     width, rank = weight.shape
     value = torch.empty(rank, width, dtype=weight.dtype, device=weight.device)
     nn.init.orthogonal_(value, gain=0.1 * max(1.0, math.sqrt(rank / width)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
+
+from hybrid.distributed.environment import free_port
 
 START_SECONDS = 120
 CALL_SECONDS = 90
@@ -21,21 +22,15 @@ class RankFailure(AssertionError):
     """A rank raised, died or did not answer in time."""
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _serve(connection: Any, rank: int, size: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu",
     )  # fmt: skip
     warnings.simplefilter("ignore", FutureWarning)
-    from hybrid.distributed import world as distributed
+    from hybrid.distributed.world import start
 
-    distributed.start(threads=1)
+    start(threads=1)
     connection.send((True, None))
     while True:
         try:
@@ -79,7 +74,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             worker = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)

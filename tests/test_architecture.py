@@ -13,7 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FLOORS = (
     "layers",
-    "errors text files",
+    "errors",
+    "text files paths",
     "recipe",
     "model",
     "data",
@@ -22,7 +23,8 @@ FLOORS = (
     "estimate",
     "generate",
     "train",
-    "evaluate verify convert launch",
+    "convert",
+    "evaluate verify launch",
     "cli",
     "__main__",
 )

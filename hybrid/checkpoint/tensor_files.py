@@ -3,7 +3,7 @@
     model.safetensors          the weights: `NAME`
     optimizer.safetensors      the optimizer's state: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`
 
-Beyond FILE_BYTES they are cut at tensors, as is usual: `model-00001-of-00003.safetensors` ... with an index.
+Beyond FILE_BYTES there are several files, as is usual: `model-00001-of-00003.safetensors` ... with an index.
 What lies where depends on the model alone, never on processes, ZeRO stage or ranks per sequence: any number
 of processes at any stage can write these files and read them.
 """
@@ -13,16 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from hybrid.errors import TrainError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from hybrid.files import replacing
 
 FILE_BYTES = 2**31
 """A file takes another tensor until it would be longer."""
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
     parameter: str
     key: str
-    """Of the optimizer's state; empty for the weight itself."""
+    """Name in the optimizer's state; empty for the weight itself."""
     shape: tuple[int, ...]
     offset: int
     """Elements before it in the file."""
@@ -53,8 +53,8 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StateFile:
-    """What one file holds, in order and without gaps."""
+class TensorFile:
+    """The tensors of one file, in order and without gaps."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -64,7 +64,7 @@ class StateFile:
         return self.entries[-1].end
 
     def header(self) -> bytes:
-        """What stands before the numbers (the safetensors format: length, JSON, spaces up to 8 bytes)."""
+        """Format what stands before the numbers (safetensors: length, JSON, spaces up to 8 bytes)."""
         table: dict[str, object] = {"__metadata__": {"format": "pt"}}
         for entry in self.entries:
             table[entry.name] = {
@@ -77,30 +77,30 @@ class StateFile:
         return len(text).to_bytes(8, "little") + text
 
 
-def layout(shapes: dict[str, tuple[int, ...]], keys: Sequence[str]) -> list[StateFile]:
-    """The files for weights of these shapes, and for the entries `keys` of the optimizer's state of each."""
-    files = _cut(MODEL, [(name, "", shape) for name, shape in shapes.items()])
+def layout(shapes: dict[str, tuple[int, ...]], keys: Sequence[str]) -> list[TensorFile]:
+    """Plan the files for weights of these shapes and for entries `keys` of the optimizer's state of each."""
+    files = _split(MODEL, [(name, "", shape) for name, shape in shapes.items()])
     states = [(name, key, () if key == STEP else shape) for name, shape in shapes.items() for key in keys]
-    return files + (_cut(OPTIMIZER, states) if states else [])
+    return files + (_split(OPTIMIZER, states) if states else [])
 
 
-def _cut(stem: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> list[StateFile]:
-    parts: list[list[Entry]] = [[]]
+def _split(stem: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> list[TensorFile]:
+    files: list[list[Entry]] = [[]]
     end = 0
     for parameter, key, shape in tensors:
-        if parts[-1] and 4 * (end + math.prod(shape)) > FILE_BYTES:
-            parts.append([])
+        if files[-1] and 4 * (end + math.prod(shape)) > FILE_BYTES:
+            files.append([])
             end = 0
-        parts[-1].append(Entry(parameter, key, shape, end))
-        end = parts[-1][-1].end
-    names = [f"{stem}-{i:05d}-of-{len(parts):05d}{SUFFIX}" for i in range(1, len(parts) + 1)]
-    if len(parts) == 1:
+        files[-1].append(Entry(parameter, key, shape, end))
+        end = files[-1][-1].end
+    names = [f"{stem}-{i:05d}-of-{len(files):05d}{SUFFIX}" for i in range(1, len(files) + 1)]
+    if len(files) == 1:
         names = [f"{stem}{SUFFIX}"]
-    return [StateFile(name, tuple(entries)) for name, entries in zip(names, parts, strict=True)]
+    return [TensorFile(name, tuple(entries)) for name, entries in zip(names, files, strict=True)]
 
 
-def index(files: Sequence[StateFile]) -> dict[str, object] | None:
-    """What other programs look for beside weights in several files; None for one."""
+def index(files: Sequence[TensorFile]) -> dict[str, object] | None:
+    """Make the index that other programs look for beside weights in several files; None for one file."""
     weights = [file for file in files if file.name.startswith(f"{MODEL}-")]
     if not weights:
         return None
@@ -111,13 +111,14 @@ def index(files: Sequence[StateFile]) -> dict[str, object] | None:
 
 
 def write(path: Path, header: bytes, chunks: list[Tensor], on_chunk: Callable[[], None]) -> tuple[int, str]:
-    """Write and sync a file; returns its bytes and SHA-256.
+    """Write a file to disk; returns its bytes and SHA-256.
 
     `chunks` (fp32 on the CPU, one after the other the file's numbers) is emptied on the way, to give the
-    memory back early. Disk and hash work without holding up other threads. Raises OSError.
+    memory back early; `on_chunk` is called after each. Disk and hash work without holding up other threads.
+    Raises OSError.
     """
     digest, size = hashlib.sha256(header), len(header)
-    with open(path, "wb") as file:
+    with replacing(path) as file:
         file.write(header)
         while chunks:
             data = chunks.pop(0).numpy().data.cast("B")
@@ -125,13 +126,11 @@ def write(path: Path, header: bytes, chunks: list[Tensor], on_chunk: Callable[[]
             digest.update(data)
             size += len(data)
             on_chunk()
-        file.flush()
-        os.fsync(file.fileno())
     return size, digest.hexdigest()
 
 
 class Reader:
-    """The tensors in a folder's files, read one by one. Raises TrainError where a file is damaged."""
+    """Reads tensors from a folder's files one by one. Raises TrainError where a file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -144,7 +143,7 @@ class Reader:
 
     @property
     def keys(self) -> list[str]:
-        """Entries of the optimizer's state that parameters have."""
+        """Which entries of the optimizer's state parameters have."""
         return sorted({name.rpartition(".")[2] for name in self._states})
 
     def weight(self, name: str) -> Tensor:
@@ -160,15 +159,13 @@ class Reader:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files with weights in a folder; empty when it has none."""
+    """List the files with weights in a folder; empty when it has none."""
     whole = folder / f"{MODEL}{SUFFIX}"
     return [whole] if whole.is_file() else sorted(folder.glob(f"{MODEL}-*{SUFFIX}"))
 
 
 def _tensors(folder: Path, stem: str) -> dict[str, Any]:
-    """Tensor name -> the opened file it is in."""
-    from safetensors import SafetensorError, safe_open
-
+    """Open the files and map each tensor's name to the one it is in."""
     found: dict[str, Any] = {}
     for path in weight_files(folder) if stem == MODEL else sorted(folder.glob(f"{stem}*{SUFFIX}")):
         try:

@@ -1,9 +1,8 @@
-"""Where DeepSpeed keeps each parameter's fp32 master and optimizer state, in every ZeRO stage: to take all of
-it out as the files of `statefiles`, and to put it back.
+"""The fp32 master weights and optimizer state of a DeepSpeed engine, in every ZeRO stage: taken out as the
+tensors of `tensor_files`, and put back.
 
 Stage 0 keeps whole parameters and states on every rank. Stages 1 and 2 flatten every optimizer group and give
-each rank a slice of the flat tensor, stage 3 slices each parameter. Known from deepspeed 0.19; imported by
-the engine only.
+each rank a slice of the flat tensor, stage 3 slices each parameter. Known from deepspeed 0.19.
 """
 
 from __future__ import annotations
@@ -18,30 +17,29 @@ from torch import Tensor, nn
 from hybrid.distributed.world import World
 from hybrid.errors import TrainError
 
-from . import tensor_files as statefiles
-from .tensor_files import STEP, Entry, Reader, StateFile
+from .tensor_files import STEP, Entry, Reader, TensorFile, layout
 
-CHUNK = 2**24
+ELEMENTS_AT_ONCE = 2**24
 """Elements (64 MiB) that travel between ranks at once."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of one flattened parameter that this rank updates."""
+    """What this rank updates of one flattened parameter."""
 
     start: int
     count: int
     flat: Tensor
     """What the optimizer updates; the key of its state."""
     offset: int
-    """Where the part begins in `flat` and in state tensors like it."""
+    """Where the fragment begins in `flat` and in state tensors like it."""
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The part of `flat`, or of a state tensor like it, as a view `[count]`."""
+    def view(self, tensor: Tensor) -> Tensor:
+        """View the fragment of `flat`, or of a state tensor like it, as `[count]`."""
         return tensor.detach().view(-1).narrow(0, self.offset, self.count)
 
 
-class Masters:
+class ZeroState:
     """The fp32 weights and optimizer state of a DeepSpeed engine. Every method is called by all ranks."""
 
     def __init__(self, engine: Any, shapes: dict[str, tuple[int, ...]], stage: int, world: World) -> None:
@@ -54,27 +52,26 @@ class Masters:
         found = {name: self._fragment(parameter) for name, parameter in self._parameters.items()}
         self._fragments = {name: fragment for name, fragment in found.items() if fragment is not None}
 
-    def capture(self) -> list[tuple[StateFile, list[Tensor]]]:
-        """Copies on the CPU of what stands in the files that this rank has to write.
+    def capture(self) -> list[tuple[TensorFile, list[Tensor]]]:
+        """Copy to the CPU what stands in the files that this rank has to write.
 
         The ranks share the files, so that none needs more memory than for its own.
         """
-        mine: list[tuple[StateFile, list[Tensor]]] = []
+        mine: list[tuple[TensorFile, list[Tensor]]] = []
         for number, file in enumerate(self.files()):
-            writer = number % self._world.size
-            chunks = [
-                self._chunk(file, begin, min(begin + CHUNK, file.elements), writer)
-                for begin in range(0, file.elements, CHUNK)
-            ]
+            writer, chunks = number % self._world.size, []
+            for begin in range(0, file.elements, ELEMENTS_AT_ONCE):
+                end = min(begin + ELEMENTS_AT_ONCE, file.elements)
+                chunks.append(self._chunk(file, begin, end, writer))
             if writer == self._world.rank:
                 mine.append((file, [chunk for chunk in chunks if chunk is not None]))
         return mine
 
-    def files(self) -> list[StateFile]:
-        """All files, of whatever rank. Without a state (nothing updated yet) there are weights only."""
+    def files(self) -> list[TensorFile]:
+        """Plan all files, of whatever rank. Without a state (nothing updated yet) there are weights only."""
         states = self._base.state.values()
         keys = {key for state in states for key, value in state.items() if isinstance(value, Tensor)}
-        return statefiles.layout(self._shapes, sorted(keys))
+        return layout(self._shapes, sorted(keys))
 
     def restore(self, reader: Reader) -> None:
         """Put weights and state back, bit for bit."""
@@ -94,7 +91,7 @@ class Masters:
     def _fragment(self, parameter: nn.Parameter) -> Fragment | None:
         if self._stage == 3:
             group, offset, size = self._wrapper.grad_position[self._wrapper.get_param_id(parameter)]
-            start = self._world.rank * size  # the last parts may be, or end in, padding
+            start = self._world.rank * size  # the last ranks' may be, or end in, padding
             count = min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
             flat = self._wrapper.fp32_partitioned_groups_flat[group]
             return Fragment(start, count, flat, offset) if count > 0 else None
@@ -107,8 +104,8 @@ class Masters:
         low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
         return Fragment(low.start, low.numel, flat, high.start)
 
-    def _chunk(self, file: StateFile, begin: int, end: int, writer: int) -> Tensor | None:
-        """Elements `begin` to `end` of a file, on the CPU of its writer; elsewhere None."""
+    def _chunk(self, file: TensorFile, begin: int, end: int, writer: int) -> Tensor | None:
+        """Collect elements `begin` to `end` of a file on the CPU of its writer; elsewhere None."""
         rank, alone = self._world.rank, self._stage == 0 or self._world.size == 1
         if alone and rank != writer:
             return None
@@ -116,20 +113,18 @@ class Masters:
         for entry in file.entries:
             if entry.offset >= end or entry.end <= begin:
                 continue
-            start, part = self._part(entry, owns_buffers=alone or rank == 0)
-            low = max(begin, entry.offset + start)
-            high = min(end, entry.offset + start + part.numel())
+            offset, own = self._own(entry, owns_buffers=alone or rank == 0)
+            offset += entry.offset
+            low, high = max(begin, offset), min(end, offset + own.numel())
             if low < high:
-                chunk[low - begin : high - begin] = part[
-                    low - entry.offset - start : high - entry.offset - start
-                ]
+                chunk[low - begin : high - begin] = own[low - offset : high - offset]
         if not alone:
             # Every element comes from one rank. Added as integers to zeros, it keeps its bits: -0.0, nan too.
             dist.reduce(chunk.view(torch.int32), writer)
         return chunk.cpu() if rank == writer else None
 
-    def _part(self, entry: Entry, *, owns_buffers: bool) -> tuple[int, Tensor]:
-        """This rank's part of an entry: where it starts, and its elements in a row."""
+    def _own(self, entry: Entry, *, owns_buffers: bool) -> tuple[int, Tensor]:
+        """Find what this rank has of an entry: where it starts, and its elements in a row."""
         if entry.parameter in self._buffers:
             whole = self._buffers[entry.parameter].detach().reshape(-1)
             return 0, whole if owns_buffers else whole[:0]
@@ -138,13 +133,13 @@ class Masters:
         if fragment is None:
             return 0, nothing
         if not entry.key:
-            return fragment.start, fragment.of(fragment.flat)
+            return fragment.start, fragment.view(fragment.flat)
         state = self._base.state.get(fragment.flat, {})
         if entry.key not in state:  # of a parameter that never had a gradient
             return 0, nothing
         if entry.key == STEP:
             return 0, state[STEP].detach().view(1) if fragment.start == 0 else nothing
-        return fragment.start, fragment.of(state[entry.key])
+        return fragment.start, fragment.view(state[entry.key])
 
     def _read(self, reader: Reader, name: str) -> Tensor:
         found = reader.weight(name)
@@ -160,10 +155,10 @@ class Masters:
             parameter.data.copy_(whole)
         if fragment is None:
             return
-        part = whole.reshape(-1).narrow(0, fragment.start, fragment.count)
-        fragment.of(fragment.flat).copy_(part)
+        own = whole.reshape(-1).narrow(0, fragment.start, fragment.count)
+        fragment.view(fragment.flat).copy_(own)
         if self._stage == 3:
-            parameter.ds_tensor.data.view(-1)[: fragment.count].copy_(part)  # type: ignore[attr-defined]
+            parameter.ds_tensor.data.view(-1)[: fragment.count].copy_(own)  # type: ignore[attr-defined]
 
     def _set_state(self, fragment: Fragment, key: str, whole: Tensor) -> None:
         state, flat = self._base.state[fragment.flat], fragment.flat.detach()
@@ -174,4 +169,4 @@ class Masters:
             return
         if key not in state:
             state[key] = torch.zeros_like(flat)
-        fragment.of(state[key]).copy_(whole.reshape(-1).narrow(0, fragment.start, fragment.count))
+        fragment.view(state[key]).copy_(whole.reshape(-1).narrow(0, fragment.start, fragment.count))

@@ -1,12 +1,14 @@
-"""How a command line is read: the parser, and what a word may be."""
+"""How a command line is read: the parser, and what an argument may be."""
 
 from __future__ import annotations
 
 import argparse
 from argparse import ArgumentTypeError
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from hybrid.errors import UserError
+from hybrid.paths import local_path
 
 
 class UsageError(UserError):
@@ -25,8 +27,20 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
+def option(
+    to: argparse._ActionsContainer,
+    name: str,
+    metavar: str,
+    help: str,
+    kind: Callable[[str], Any] = str,
+    default: Any = None,
+) -> None:
+    """Declare an option with a value, in a parser or one of its groups."""
+    to.add_argument(name, metavar=metavar, help=help, type=kind, default=default)
+
+
 def part(text: str) -> tuple[int, int]:
-    """`i/n`, such as 2/8."""
+    """Read `i/n`, such as 2/8."""
     try:
         part, parts = (int(number) for number in text.split("/"))
     except ValueError:
@@ -36,22 +50,28 @@ def part(text: str) -> tuple[int, int]:
     return part, parts
 
 
-def count(text: str) -> int:
-    """1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
+def count(text: str, least: int = 1) -> int:
+    """Read a whole number of `least` or more."""
+    if not text.isdecimal() or int(text) < least:
+        raise ArgumentTypeError(f"'{text}' is not a whole number of {least} or more")
     return int(text)
+
+
+def path(text: str) -> str:
+    """Read a path, `~` expanded."""
+    try:
+        return local_path(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def rank(text: str) -> int:
-    """0 or more."""
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"'{text}' is not a whole number of 0 or more")
-    return int(text)
+    """Read a whole number of 0 or more."""
+    return count(text, least=0)
 
 
 def port(text: str) -> int:
-    """Of TCP."""
+    """Read the number of a TCP port."""
     if not text.isdecimal() or not 1 <= int(text) < 2**16:
         raise ArgumentTypeError(f"'{text}' is not a port's number, 1 to 65535")
     return int(text)

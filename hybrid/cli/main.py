@@ -6,21 +6,21 @@ import argparse
 import os
 import select
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from hybrid.errors import UserError
+from hybrid.errors import DEFECT_EXIT_CODE, UserError
 from hybrid.layers.errors import did_you_mean
 
 from .arguments import Parser, UsageError
 from .commands import COMMANDS
-from .processor import wait_briefly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 checks failed, 2 a mistake in what was asked,
-    69 other processes of the run lost, 75 stopped by SIGTERM, 130 interrupted. Only a fault of the program
-    itself leaves as an exception."""
+    69 other processes of the run lost, 70 a defect of the program, 75 stopped by SIGTERM, 130 interrupted."""
     if sys.stdout is None:  # closed by who started us: nobody wants the text, files are written all the same
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
     for stream in (sys.stdout, sys.stderr):
@@ -29,29 +29,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     wait_briefly()
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
+        _flush()
         return code
     except KeyboardInterrupt as error:
         return _complain(str(error) or "interrupted", 130)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_gone():
             return 141  # what a shell reports for a program ended by SIGPIPE
-        return _complain(_describe(error), 2)
+        return _complain(_describe(error), 2) if error.errno is not None else _report_defect(error)
     except UserError as error:
         return _complain(str(error), error.exit_code)
+    except Exception as error:
+        return _report_defect(error)
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        error.filename = error.filename or "standard output"
+        raise
+
+
+def wait_briefly() -> None:
+    """Let waiting threads spin only for a short while; to be called before torch loads its OpenMP.
+
+    Threads that spin while they wait stand in each other's way where a core is shared: a quickstart step took
+    10 s beside one busy process. With spins this short it took 1.6 s, and no longer than before on an idle
+    machine (a third longer when they sleep at once).
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
 def _dispatch(argv: Sequence[str]) -> int:
-    arguments = _main_parser().parse_args(argv)
+    main_parser = _main_parser()
+    arguments = main_parser.parse_args(argv)
     if arguments.command is None:
-        print(_main_parser().format_help(), end="")
+        print(main_parser.format_help(), end="")
         return 0
     command = COMMANDS.get(arguments.command)
     if command is None:
-        raise UsageError(
-            f"unknown command '{arguments.command}'{did_you_mean(arguments.command, COMMANDS)} "
-            f"Commands: {', '.join(COMMANDS)}"
-        )
+        hint = did_you_mean(arguments.command, COMMANDS) or "."
+        raise UsageError(f"unknown command '{arguments.command}'{hint} Commands: {', '.join(COMMANDS)}")
     parser = Parser(
         prog=f"hybrid {arguments.command}",
         description=command.summary,
@@ -83,6 +103,28 @@ def _complain(message: str, code: int) -> int:
     where = "" if rank == "0" else f" (rank {rank})"
     print(f"hybrid: error{where}: {message}", file=sys.stderr, flush=True)
     return code
+
+
+def _report_defect(error: Exception) -> int:
+    """Write the traceback of an error that nobody is meant to see to a file, and say so in one line."""
+    trace = "".join(traceback.format_exception(error))
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w",
+            encoding="utf-8",
+            errors="backslashreplace",
+            prefix="hybrid-defect-",
+            suffix=".txt",
+            delete=False,
+        ) as file:
+            file.write(f"hybrid {version('kvm-hybrid')}: {' '.join(sys.argv[1:])}\n\n{trace}")
+        where = f"its traceback is in {file.name}"
+    except OSError as unwritten:
+        print(trace, file=sys.stderr)
+        where = f"its traceback is above, as it could not be written to a file ({_describe(unwritten)})"
+    said = " ".join(str(error).split())
+    what = f"{type(error).__name__}: {said[:200]}" if said else type(error).__name__
+    return _complain(f"a defect of the program, please report it: {what} ({where})", DEFECT_EXIT_CODE)
 
 
 def _describe(error: OSError) -> str:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid.errors import UserError
+from hybrid.text import decode
 
 if TYPE_CHECKING:
     from hybrid.generate import Continuation
-    from hybrid.generate.saved_state import Bookmark
+    from hybrid.generate.saved_state import SavedState
 
 
 class PromptError(UserError):
@@ -19,7 +20,7 @@ class PromptError(UserError):
 
 
 def read_prompts(texts: Sequence[str], file: str | None, separator: str | None) -> list[str]:
-    """The prompts of one call: `texts` ("-" is standard input without its last newline), then `file`'s.
+    """Collect a call's prompts: `texts` ("-" is standard input without its last line end), then `file`'s.
 
     A file holds one prompt a line, blank lines skipped. With `separator` its prompts may span lines and stand
     between lines that read exactly `separator`. Without texts and file there is one empty prompt.
@@ -40,27 +41,29 @@ def read_prompts(texts: Sequence[str], file: str | None, separator: str | None) 
 
 
 def _decode(data: bytes, name: str) -> str:
+    """Decode a text without its last line end; PromptError when it is none."""
     try:
-        return data.decode("utf-8").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        text = decode(data)
+    except ValueError as error:
+        raise PromptError(f"{name} {error}") from None
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
 def split_prompts(text: str, separator: str | None) -> list[str]:
-    """The prompts in a file's text, see `read_prompts`; a carriage return at a line's end is dropped."""
+    """Split a file's text into prompts, see `read_prompts`; a carriage return at a line's end is dropped."""
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     if separator is None:
         return [line for line in lines if line.strip()]
     prompts: list[list[str]] = [[]]
     for line in lines:
-        if line == separator:
+        if line == separator.removesuffix("\r"):
             prompts.append([])
         else:
             prompts[-1].append(line)
     return [joined for part in prompts if (joined := "\n".join(part)).strip()]
 
 
-def read_state(load: str | None, save: str | None, prompts: int, samples: int) -> Bookmark | None:
+def read_state(load: str | None, save: str | None, prompts: int, samples: int) -> SavedState | None:
     """Where the file `load` goes on from, or None without it.
 
     Raises PromptError when so many prompts and samples cannot go on from one state or be kept in one, or
@@ -76,9 +79,9 @@ def read_state(load: str | None, save: str | None, prompts: int, samples: int) -
         return None
     if prompts > 1:
         raise PromptError(f"--load-state goes on with one prompt, but {prompts} are given")
-    from hybrid.generate.saved_state import Bookmark
+    from hybrid.generate.saved_state import SavedState
 
-    return Bookmark.load(load)
+    return SavedState.load(load)
 
 
 class Printer:
@@ -92,14 +95,14 @@ class Printer:
         self._open()
 
     def text(self, prompt: int, sample: int, text: str) -> None:
-        """More of one continuation."""
+        """Show more of one continuation, or keep it until its turn."""
         if (prompt, sample) == self._waiting[0]:
             self._write(text)
         else:
             self._held[prompt, sample] += text
 
     def end(self, continuation: Continuation) -> None:
-        """One continuation is complete."""
+        """Close a continuation that is complete; later ones move up."""
         self._ended.add((continuation.prompt, continuation.sample))
         while self._waiting and self._waiting[0] in self._ended:
             self._write("\n")

@@ -56,15 +56,10 @@ DEFAULTS: dict[str, Any] = {
 """Upstream's values for keys that a config may leave out; other keys are asked for when they matter."""
 
 
-class _Config:
-    """Upstream's config with words for what is missing."""
+class _Config(dict[str, Any]):
+    """Upstream's config, with upstream's defaults and words for what is missing."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-
-    def __getitem__(self, key: str) -> Any:
-        if key in self.values:
-            return self.values[key]
+    def __missing__(self, key: str) -> Any:
         if key in DEFAULTS:
             return DEFAULTS[key]
         hint = ""
@@ -78,17 +73,21 @@ class _Config:
             raise ConvertError(f"{key} is {value!r}; allowed: 0, 1")
         return bool(value)
 
+    def refuse(self, switches: Mapping[str, str]) -> None:
+        """Raise NotSupported when one of these is on."""
+        for key, meaning in switches.items():
+            if self.flag(key):
+                raise NotSupported(f"{key} is {self[key]}: {meaning} are not supported; only 0 is")
+
 
 def model_section(config: Mapping[str, Any]) -> ModelSection:
-    """The model section of a recipe for an upstream config.
+    """Translate an upstream config to the model section of a recipe.
 
     Raises NotSupported for mixers and switches this project does not have, ConvertError for a config that
     is incomplete or contradicts itself.
     """
     values = _Config(config)
-    for key, meaning in OFF_ONLY.items():
-        if values.flag(key):
-            raise NotSupported(f"{key} is {config[key]}: {meaning} are not supported; only 0 is")
+    values.refuse(OFF_ONLY)
     letters = layer_letters(config)
     section = ModelSection(
         pattern=compress(letters),
@@ -105,7 +104,7 @@ def model_section(config: Mapping[str, Any]) -> ModelSection:
 
 
 def layer_letters(config: Mapping[str, Any]) -> list[str]:
-    """One letter per layer. With a period of 2 or more layer 0 is an alternate one; -1 and 0 mean none."""
+    """List one letter per layer. With a period of 2 or more layer 0 is an alternate one; else none is."""
     values = _Config(config)
     depth, period = values["num_hidden_layers"], values["alt_layer_every"]
     if period == 1:
@@ -138,7 +137,7 @@ def _letter(mixer: Any, key: str) -> str:
 
 
 def _roles(values: _Config) -> dict[str, str]:
-    """Letter -> prefix of its rotary keys in the config."""
+    """Map each letter to the prefix of its rotary keys in the config."""
     roles = {LETTERS[values["token_mixer"]]: ""}
     if values["alt_layer_every"] > 1:
         roles[LETTERS[values["alt_token_mixer"]]] = "alt_"
@@ -146,7 +145,7 @@ def _roles(values: _Config) -> dict[str, str]:
 
 
 def _layer(values: _Config, letter: str, prefix: str) -> dict[str, Any]:
-    """The entry of the layer table for one of the two mixers."""
+    """Write the entry of the layer table for one of the two mixers."""
     heads = values["num_attention_heads"]
     layer: dict[str, Any] = {
         "num_heads": heads,
@@ -170,7 +169,7 @@ def _layer(values: _Config, letter: str, prefix: str) -> dict[str, Any]:
     if letter == "R" and not layer["value_residual"]:
         raise NotSupported("use_value_residual is 0: the paper's RWKV-7 has its value residual always")
     if letter == "Q":
-        layer |= ovq_options(values)
+        layer |= _ovq_options(values)
     if letter == "W":
         window = values["swa_window_size"]
         layer["window"] = window if window > 0 else values["chunk_len"]
@@ -186,18 +185,16 @@ def _layer(values: _Config, letter: str, prefix: str) -> dict[str, Any]:
 
 
 def _refuse_modes(values: _Config, letter: str) -> None:
-    """Other forms of value residual and token shift, which no published config has (RWKV-7 has one only)."""
+    """Raise NotSupported for other forms of value residual and token shift, which no published config has."""
     own = {"K": "kvm", "F": "gptalpha", "B": "gptalpha", "W": "swa", "Q": "ovq"}.get(letter)
     for key in (f"{own}_value_residual_mode", f"{own}_token_shift_mode"):
-        if values.values.get(key, "rwkv") != "rwkv":
+        if values.get(key, "rwkv") != "rwkv":
             raise NotSupported(f"{key} is {values[key]!r}; supported: 'rwkv'")
 
 
-def ovq_options(values: _Config) -> dict[str, Any]:
-    """Chunk and dictionary of an OVQ layer, as options of our `ovq`."""
-    for key, meaning in OVQ_OFF_ONLY.items():
-        if values.flag(key):
-            raise NotSupported(f"{key} is {values[key]}: {meaning} are not supported; only 0 is")
+def _ovq_options(values: _Config) -> dict[str, Any]:
+    """Translate chunk and dictionary of an OVQ layer to options of our `ovq`."""
+    values.refuse(OVQ_OFF_ONLY)
     chunk, window = values["ovq_chunk_size"], values["ovq_window_size"]
     if window != chunk:
         raise NotSupported(
@@ -208,10 +205,9 @@ def ovq_options(values: _Config) -> dict[str, Any]:
     return {"chunk": chunk, "max_centroids": values["ovq_max_centroids"]}
 
 
-def kvm_options(values: _Config | Mapping[str, Any]) -> dict[str, Any]:
-    """Budget, gates and value rule of a KVM layer, as options of our `kvm`."""
-    if not isinstance(values, _Config):
-        values = _Config(values)
+def kvm_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate budget, gates and value rule of a KVM layer to options of our `kvm`."""
+    values = _Config(config)
     mode = values["state_budget_mode"]
     if mode not in BUDGETS:
         raise NotSupported(f"state_budget_mode is {mode!r}; supported: {', '.join(BUDGETS)}")
@@ -229,10 +225,8 @@ def kvm_options(values: _Config | Mapping[str, Any]) -> dict[str, Any]:
         "values": "radius" if values.flag("kvm_use_vlens") else "reference_counts",
     }
     if mode == "power_law":
-        options |= {
-            "budget_factor": values["state_growth_factor"],
-            "budget_exponent": values["state_growth_exponent"],
-        }
+        options["budget_factor"] = values["state_growth_factor"]
+        options["budget_exponent"] = values["state_growth_exponent"]
     if mode == "kvm_saturation":
         options["budget_saturation"] = values["state_saturation_n"]
     return options
@@ -258,7 +252,7 @@ RWKV7_MARK = "attn.receptance.weight"
 
 
 def our_name(name: str) -> str:
-    """Our name of an upstream parameter; ConvertError for a name that upstream does not have."""
+    """Translate an upstream parameter's name to ours; ConvertError for one that upstream does not have."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     match = re.fullmatch(r"transformer\.h\.(\d+)\.(\w+)\.(.+)", name)
@@ -269,17 +263,17 @@ def our_name(name: str) -> str:
 
 
 def upstream_name(name: str) -> str:
-    """The inverse of `our_name`."""
-    top = {ours: theirs for theirs, ours in TOP_NAMES.items()}
+    """Translate our name of a parameter to upstream's: the inverse of `our_name`."""
+    top, blocks, mixer = (
+        {ours: theirs for theirs, ours in names.items()} for names in (TOP_NAMES, BLOCK_NAMES, MIXER_NAMES)
+    )
     if name in top:
         return top[name]
-    parts = {ours: theirs for theirs, ours in BLOCK_NAMES.items()}
     match = re.fullmatch(r"blocks\.(\d+)\.(\w+)\.(.+)", name)
-    if match is None or match[2] not in parts:
+    if match is None or match[2] not in blocks:
         raise ConvertError(f"the paper's code has no parameter for '{name}'")
-    back = {ours: theirs for theirs, ours in MIXER_NAMES.items()}
-    rest = _renamed(match[3], back) if match[2] == "mixer" else match[3]
-    return f"transformer.h.{match[1]}.{parts[match[2]]}.{rest}"
+    rest = _renamed(match[3], mixer) if match[2] == "mixer" else match[3]
+    return f"transformer.h.{match[1]}.{blocks[match[2]]}.{rest}"
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -288,7 +282,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def from_upstream(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Upstream's state dict with our names and shapes.
+    """Convert upstream's state dict to our names and shapes.
 
     Args:
         tensors: upstream name -> tensor.
@@ -318,7 +312,7 @@ def from_upstream(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def to_upstream(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict with upstream's names and shapes, and the tensors that only upstream has."""
+    """Convert our state dict to upstream's names and shapes, with the tensors that only upstream has."""
     converted = {upstream_name(name): tensor for name, tensor in tensors.items()}
     for name in _opened(converted):
         converted[name] = converted[name].reshape(1, 1, -1)
@@ -328,20 +322,15 @@ def to_upstream(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _opened(tensors: Mapping[str, Tensor]) -> set[str]:
-    """The names, among upstream's, of vectors stored as [1, 1, C]."""
+    """Find upstream's names of the vectors that it stores as [1, 1, C]."""
     rwkv7 = {name.removesuffix(RWKV7_MARK) for name in tensors if name.endswith(RWKV7_MARK)}
-    opened = {name for name in tensors if name.endswith(OPENED)}
-    return opened | {
-        name
-        for name in tensors
-        for suffix in OPENED_RWKV7
-        if name.endswith(suffix) and name.removesuffix(suffix) in rwkv7
-    }
+    opened = {block + suffix for block in rwkv7 for suffix in OPENED_RWKV7}
+    return {name for name in tensors if name.endswith(OPENED) or name in opened}
 
 
 def _unread(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Upstream's names of vectors that nothing reads: its attention layers with a value residual and without
-    token shift have an `x_v` of zeros nevertheless."""
+    """Find upstream's names of vectors that nothing reads: its attention layers with a value residual and
+    without token shift have an `x_v` of zeros nevertheless."""
     gated = {_beside(name, "x_v") for name in tensors if name.endswith("attn.v_gate0")}
     return {name for name in gated if _beside(name, "x_q") not in tensors}
 

@@ -96,10 +96,11 @@ class Store:
             raise DataError("data.sources is empty; name at least one source with its paths")
 
 
-def train_tokens(data: DataSection) -> Iterator[NDArray[np.unsignedinteger[Any]]]:
-    """Read the stored ids of every training document (begin id, text, end id), source by source."""
+def train_tokens(data: DataSection, every: int = 1) -> Iterator[NDArray[np.unsignedinteger[Any]]]:
+    """Read the stored ids of every training document, or of each source's first and every `every`-th after it
+    (begin id, text, end id), source by source."""
     for source in Store(data).sources.values():
-        for document in np.flatnonzero(~source.held_out):
+        for document in np.flatnonzero(~source.held_out)[::every]:
             yield source.read(int(document))
 
 

@@ -17,7 +17,7 @@ from hybrid.errors import STOPPED_EXIT_CODE
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """While the block runs and no `Signals` are active, SIGTERM ends the process with STOPPED_EXIT_CODE:
+    """End the process with STOPPED_EXIT_CODE on SIGTERM, while the block runs and no `Signals` are active:
     there is nothing to save while it imports or waits for the others.
 
     Python calls a handler only between two of its own instructions, which may be minutes away; the number of
@@ -33,10 +33,9 @@ def ending_at_once() -> Iterator[None]:
     def end(inbox: socket.socket) -> None:
         while number := inbox.recv(1):
             if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler:
+                text = b"hybrid: stopped by SIGTERM outside training; the same command goes on\n"
                 with suppress(OSError):
-                    os.write(
-                        errors, b"hybrid: stopped by SIGTERM outside training; the same command goes on\n"
-                    )
+                    os.write(errors, text)
                 os._exit(STOPPED_EXIT_CODE)
 
     try:
@@ -60,7 +59,7 @@ def ending_at_once() -> Iterator[None]:
 class Signals:
     """While active, SIGTERM (save and stop) and SIGUSR1 (save and go on) only leave a note.
 
-    A signal reaches one rank; the loop spreads the notes with its per-step exchange, so all act together.
+    A signal reaches one rank; the ranks exchange the notes after every step, so all act together.
     """
 
     def __init__(self) -> None:
@@ -81,10 +80,10 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
-            self.stop = True
-            if self.at_once:
-                print("hybrid: stopped by SIGTERM before training; the same command goes on", file=sys.stderr)
-                raise SystemExit(STOPPED_EXIT_CODE)
-        else:
+        if number == signal.SIGUSR1:
             self.save = True
+            return
+        self.stop = True
+        if self.at_once:
+            print("hybrid: stopped by SIGTERM before training; the same command goes on", file=sys.stderr)
+            raise SystemExit(STOPPED_EXIT_CODE)

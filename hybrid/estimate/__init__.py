@@ -1,1 +1,1 @@
-"""What a recipe costs before it runs: parameters, FLOPs, memory, bytes sent."""
+"""Estimates of what a recipe costs before it runs: parameters, FLOPs, memory, bytes sent."""

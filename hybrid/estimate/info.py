@@ -1,29 +1,27 @@
-"""`hybrid info`: what a recipe amounts to, computed on torch's meta device, without any weights."""
+"""`hybrid info`: the layers and costs of a recipe, computed on torch's meta device, without any weights."""
 
 from __future__ import annotations
 
 import dataclasses
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hybrid.recipe import Geometry, batch_geometry
+import torch
+
+from hybrid.model import HybridLM
+from hybrid.recipe import Geometry, LayerSpec, Recipe, batch_geometry
 from hybrid.recipe.pattern import compress
-from hybrid.recipe.schema import Recipe
 from hybrid.text import columns
 
-from .memory import memory_estimate
-from .traffic import LayerTraffic, sequence_traffic, zero_exchanges
-
-if TYPE_CHECKING:
-    from hybrid.model import HybridLM
-    from hybrid.recipe.letters import LayerSpec
+from .communication import LayerBytes, sequence_bytes, zero_exchanges
+from .memory import element_size, memory_estimate
 
 CONTEXTS = {"1k": 1024, "8k": 8 * 1024, "64k": 64 * 1024, "1M": 1024 * 1024}
 """Context lengths of the FLOPs and state table."""
 
 
 def describe(recipe: Recipe, processes: int = 1) -> str:
-    """The whole report as text.
+    """Write the whole report.
 
     Raises:
         RecipeError: the batch does not divide over `processes`.
@@ -42,11 +40,7 @@ def describe(recipe: Recipe, processes: int = 1) -> str:
 
 
 def meta_model(recipe: Recipe) -> HybridLM:
-    """The recipe's model without storage. An open vocabulary size is taken from `data.vocab_size`."""
-    import torch
-
-    from hybrid.model import HybridLM
-
+    """Build the recipe's model without storage. An open vocabulary size is taken from `data.vocab_size`."""
     if recipe.model.vocab_size is None:
         size = -(-recipe.data.vocab_size // 64) * 64
         recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vocab_size=size))
@@ -55,7 +49,7 @@ def meta_model(recipe: Recipe) -> HybridLM:
 
 
 def layer_table(layers: list[LayerSpec]) -> str:
-    """One row per letter: which layers it has, its kind, and the options that are not the kind's default."""
+    """Write one row per letter: its kind, its layers, and the options that are not the kind's default."""
     spans: dict[str, list[str]] = {}
     specs = {spec.letter: spec for spec in layers}
     first = 0
@@ -76,19 +70,15 @@ def layer_table(layers: list[LayerSpec]) -> str:
 def _set_options(options: Any) -> str:
     shown = []
     for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if value != default:
+        value, factory = getattr(options, field.name), field.default_factory
+        if value != (field.default if factory is dataclasses.MISSING else factory()):
             shown.append(f"{field.name}={value}")
     return " ".join(shown) or "(defaults)"
 
 
 def _parameters(model: HybridLM, recipe: Recipe) -> str:
-    parts = model.parameter_parts()
-    total = sum(parts.values())
-    rows = [[name, f"{count:,}", f"{count / total:.1%}"] for name, count in parts.items()]
+    total = model.num_parameters
+    rows = [[name, f"{n:,}", f"{n / total:.1%}"] for name, n in model.parameter_parts().items()]
     size = model.embedding.weight.shape[0]
     note = "" if recipe.model.vocab_size else " (from data.vocab_size; the tokenizer decides)"
     title = f"Parameters, with a vocabulary of {size:,}{note}"
@@ -96,12 +86,11 @@ def _parameters(model: HybridLM, recipe: Recipe) -> str:
 
 
 def _costs(model: HybridLM, recipe: Recipe) -> str:
-    element = 2 if recipe.train.precision == "bf16" else 4
     rows = [["context", "training FLOPs/token", "decoding FLOPs/token", "state"]]
     for name, length in CONTEXTS.items():
         training = model.flops_per_token(length).training
         decoding = model.flops_at(length - 1).forward
-        state = model.state_bytes(length, element)
+        state = model.state_bytes(length, element_size(recipe))
         rows.append([name, flops(training), flops(decoding), size(state)])
     title = (
         f"FLOPs per token (training: forward and backward, mean over the context; decoding: the last token) "
@@ -111,10 +100,11 @@ def _costs(model: HybridLM, recipe: Recipe) -> str:
 
 
 def batch(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+    """Write how a step's batch divides over processes and micro-batches, and the whole run's work."""
     train, context = recipe.train, recipe.data.context
     tokens = train.batch_size * context
     total = tokens * train.steps
-    parameters = sum(model.parameter_parts().values())
+    ratio = total / model.num_parameters
     work = model.flops_per_token(context).training * total
     lines = [
         f"{_count(geometry.world_size, 'process', 'es')} / {recipe.parallel.sequence} per sequence = "
@@ -122,13 +112,14 @@ def batch(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
         f"{train.batch_size} sequences = {geometry.data_parallel} data-parallel x {geometry.micro_batch} "
         f"micro-batch x {geometry.accumulation} accumulation",
         f"{train.batch_size} sequences x {context:,} tokens = {tokens:,} tokens a step",
-        f"{tokens:,} x {train.steps:,} steps = {total:,} tokens ({total / parameters:.3g} per parameter), "
+        f"{tokens:,} x {train.steps:,} steps = {total:,} tokens ({ratio:.3g} per parameter), "
         f"{flops(work)}FLOPs in all",
     ]
     return "Batch\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def memory(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+    """Write the estimated memory of a process at every ZeRO stage."""
     rows = [["ZeRO", "weights", "gradients", "optimizer", "buffers", "activations", "logits", "total"]]
     for stage in range(4):
         name = f"stage {stage}" + (" *" if stage == recipe.parallel.zero_stage else "")
@@ -142,6 +133,7 @@ def memory(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
 
 
 def communication(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+    """Write what processes send each other in a step."""
     stage, ranks = recipe.parallel.zero_stage, geometry.world_size
     title = f"Communication of each process in a step, ZeRO stage {stage}"
     if ranks == 1:
@@ -151,21 +143,21 @@ def communication(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
     rows += [[one.what, size(one.payload), size(one.sent)] for one in found]
     rows.append(["all", "", size(sum(one.sent for one in found))])
     text = title + "\n" + columns(rows, left={0}, indent="  ")
-    return text if recipe.parallel.sequence == 1 else f"{text}\n\n{_between_chunks(model, recipe, geometry)}"
+    return text if recipe.parallel.sequence == 1 else f"{text}\n\n{_in_sequences(model, recipe, geometry)}"
 
 
-def _between_chunks(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
+def _in_sequences(model: HybridLM, recipe: Recipe, geometry: Geometry) -> str:
     ranks = recipe.parallel.sequence
-    letters: dict[str, list[LayerTraffic]] = {}
+    letters: dict[str, list[LayerBytes]] = {}
     kinds = {spec.letter: spec.kind for spec in model.layers}
-    layers = sequence_traffic(model, recipe, geometry)
-    for spec, traffic in zip(model.layers, layers, strict=True):
-        letters.setdefault(spec.letter, []).append(traffic)
+    layers = sequence_bytes(model, recipe, geometry)
+    for spec, sent in zip(model.layers, layers, strict=True):
+        letters.setdefault(spec.letter, []).append(sent)
     rows = [["letter", "kind", "count", "a layer's forward pass", "a layer's step", "all layers' step"]]
     for letter, found in letters.items():
-        numbers = found[0].forward, found[0].step, sum(traffic.step for traffic in found)
+        numbers = found[0].forward, found[0].step, sum(sent.step for sent in found)
         rows.append([letter, kinds[letter], str(len(found)), *(f"{number:,} B" for number in numbers)])
-    total = sum(traffic.step for traffic in layers)
+    total = sum(sent.step for sent in layers)
     rows.append(["total", "", str(len(layers)), "", "", f"{total:,} B"])
     passes = "forward twice" if recipe.train.activation_checkpointing else "forward"
     title = (
@@ -180,7 +172,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def flops(count: float) -> str:
-    """`1.23 G`"""
+    """Write a count as `1.23 G`."""
     for unit in ("", "k", "M", "G", "T", "P", "E"):
         if abs(count) < 1000 or unit == "E":
             break
@@ -189,7 +181,7 @@ def flops(count: float) -> str:
 
 
 def size(count: float) -> str:
-    """`1.23 MiB`"""
+    """Write bytes as `1.23 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":
             break

@@ -1,19 +1,19 @@
-"""`hybrid info --plot`: what each kind of layer in a recipe costs as the context grows."""
+"""`hybrid info --plot`: the costs of each kind of layer in a recipe as the context grows."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid.errors import UserError
-from hybrid.recipe.schema import Recipe
+from hybrid.files import replacing
+from hybrid.recipe import Recipe
 
 from .info import meta_model
+from .memory import element_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from hybrid.model.block import Block
 
 LENGTHS = [2**power for power in range(8, 21)]
 """Tokens, 256 to about a million."""
@@ -24,7 +24,7 @@ class PlotError(UserError):
 
 
 class Curve(NamedTuple):
-    """One layer of a letter: state and prefill at each of LENGTHS."""
+    """Costs of one layer of a letter, its state and prefill, at each of LENGTHS."""
 
     letter: str
     kind: str
@@ -35,14 +35,12 @@ class Curve(NamedTuple):
 
 
 def curves(recipe: Recipe) -> list[Curve]:
-    """A curve for every letter of the recipe's pattern, in order of first appearance."""
+    """Compute a curve for every letter of the recipe's pattern, in order of first appearance."""
     model = meta_model(recipe)
-    element = 2 if recipe.train.precision == "bf16" else 4
     found: dict[str, Curve] = {}
-    for spec, block in zip(model.layers, cast("list[Block]", list(model.blocks)), strict=True):
+    for spec, mixer in zip(model.layers, model.mixers, strict=True):
         if spec.letter not in found:
-            mixer = block.mixer
-            state = [mixer.state_bytes(length, element) for length in LENGTHS]
+            state = [mixer.state_bytes(length, element_size(recipe)) for length in LENGTHS]
             flops = [mixer.flops_per_token(length).forward for length in LENGTHS]
             found[spec.letter] = Curve(spec.letter, spec.kind, state, flops)
     return list(found.values())
@@ -76,8 +74,8 @@ def draw(recipe: Recipe, path: str | Path) -> None:
     _finish(left, f"State of one sequence and layer ({recipe.train.precision})", "bytes (k = 1024)", 1024)
     _finish(right, "Prefill, one layer without its feed-forward", "forward FLOPs per token", 1000)
     left.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."))
 
 
 def _finish(axes: Axes, title: str, unit: str, thousand: int) -> None:

@@ -1,1 +1,1 @@
-"""What a model and its yardsticks are worth on held-out text."""
+"""Evaluation: the held-out loss of a model beside its yardsticks."""

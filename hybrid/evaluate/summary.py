@@ -1,4 +1,4 @@
-"""The short table at the end of training: what was reached, beside the yardsticks, and where to look next."""
+"""The short table at the end of training: scores beside the yardsticks, costs, and where to look next."""
 
 from __future__ import annotations
 
@@ -9,44 +9,56 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .yardsticks import Yardsticks, measure
+from hybrid.errors import UserError, words
+from hybrid.recipe import Recipe
+from hybrid.text import columns
+
+from .yardsticks import Say, Yardsticks, measure
 
 if TYPE_CHECKING:
-    from hybrid.recipe.schema import Recipe
     from hybrid.train import Summary
 
 SAMPLE_LINES = 12
 LINE_WIDTH = 100
 
 
-def report(recipe: Recipe, summary: Summary) -> str:
-    """The table as text. Reads the data folder for the yardsticks, which are kept there once computed."""
+def report(recipe: Recipe, summary: Summary, say: Say = print) -> str:
+    """Write the table. With `train.yardsticks` reads the data folder, where they are kept once computed, and
+    tells `say` what is being done; what cannot be measured is left out, which is said."""
     lines = ["", *_costs(summary)]
     if not math.isnan(summary.bits_per_byte):  # some text is held out
-        lines = ["", *_scores(summary, measure(recipe.data, recipe.train.eval_tokens)), *lines]
+        yardsticks = None
+        if recipe.train.yardsticks:
+            try:
+                yardsticks = measure(recipe.data, recipe.train.eval_tokens, say)
+            except (UserError, OSError) as error:  # the run is whole, whatever comes of these
+                say(f"no yardsticks: {words(error)}")
+        lines = ["", _scores(summary, yardsticks), *lines]
     for number, sample in enumerate(summary.samples, 1):
-        lines += ["", f"sample {number}", *_cut(sample)]
+        lines += ["", f"sample {number}", *_excerpt(sample)]
     lines += ["", f"run directory     {summary.run}"]
     if recipe.monitor.tensorboard:
         lines.append(f"training curves   {tensorboard_command(summary.run)}")
     return "\n".join(lines)
 
 
-def _scores(summary: Summary, yardsticks: Yardsticks) -> list[str]:
-    after = summary.bits_per_byte
+def _scores(summary: Summary, yardsticks: Yardsticks | None) -> str:
     rows = [
-        ("before training", summary.bits_per_byte_before, ""),
-        (f"after step {summary.steps:,}", after, ""),
-        (f"token bigram (m = {yardsticks.strength})", yardsticks.bigram, _against(after, yardsticks.bigram)),
-        ("xz -9e", yardsticks.xz, _against(after, yardsticks.xz)),
+        ["held-out text", "bits per byte", ""],
+        ["  before training", f"{summary.bits_per_byte_before:.3f}", ""],
+        [f"  after step {summary.steps:,}", f"{summary.bits_per_byte:.3f}", ""],
     ]
-    title = f"{yardsticks.bytes:,} held-out bytes ({yardsticks.tokens:,} tokens)"
-    return [f"{title:<44}bits per byte", *(f"  {name:<42}{bits:>13.3f}{note}" for name, bits, note in rows)]
-
-
-def _against(bits: float, yardstick: float) -> str:
-    gain = 100 * (1 - bits / yardstick)
-    return f"   the model needs {abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"
+    if yardsticks is None:
+        return columns(rows, left={0, 2})
+    rows[0][0] = f"{yardsticks.bytes:,} held-out bytes ({yardsticks.tokens:,} tokens)"
+    for name, bits in (
+        (f"token bigram (m = {yardsticks.strength})", yardsticks.bigram),
+        ("xz -9e", yardsticks.xz),
+    ):
+        gain = 100 * (1 - summary.bits_per_byte / bits)
+        note = f"the model needs {abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"
+        rows.append([f"  {name}", f"{bits:.3f}", note])
+    return columns(rows, left={0, 2})
 
 
 def _costs(summary: Summary) -> list[str]:
@@ -63,8 +75,8 @@ def _costs(summary: Summary) -> list[str]:
     return lines
 
 
-def _cut(text: str) -> list[str]:
-    """The first lines of a sample, indented, long ones shortened; nothing in them moves the cursor."""
+def _excerpt(text: str) -> list[str]:
+    """Take the first lines of a sample, indented, long ones shortened; nothing in them moves the cursor."""
     lines = ["".join(map(_visible, line)) for line in text.expandtabs(4).splitlines()]
     shown = [line if len(line) <= LINE_WIDTH else line[: LINE_WIDTH - 1] + "…" for line in lines]
     shown = shown[:SAMPLE_LINES]
@@ -78,12 +90,9 @@ def _visible(character: str) -> str:
 
 
 def tensorboard_command(run: Path) -> str:
-    """The shell command that shows the run's curves, with the TensorBoard of this Python's environment."""
-    program = Path(sys.executable).with_name("tensorboard")
-    shown = _below_here(program) if program.exists() else "tensorboard"
+    """Write the shell command that shows the run's curves, with this Python environment's TensorBoard."""
+    program, shown = Path(sys.executable).with_name("tensorboard"), "tensorboard"
+    if program.exists():
+        relative = os.path.relpath(program)
+        shown = str(program) if relative.startswith(os.pardir) else relative
     return f"{shlex.quote(shown)} --logdir {shlex.quote(str(run / 'tensorboard'))}"
-
-
-def _below_here(program: Path) -> str:
-    relative = os.path.relpath(program)
-    return str(program) if relative.startswith(os.pardir) else relative

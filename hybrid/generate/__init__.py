@@ -1,7 +1,7 @@
 """Text from a trained model: prompts are read, tokens sampled, the state saved to go on from."""
 
-from .decoding import Continuation, GenerateError, generate, load_model, prefill
-from .sampling import Settings
-from .saved_state import Bookmark
+from .decoding import Continuation, generate, load_model, prefill
+from .sampling import GenerateError, Settings
+from .saved_state import SavedState
 
-__all__ = ["Bookmark", "Continuation", "GenerateError", "Settings", "generate", "load_model", "prefill"]
+__all__ = ["Continuation", "GenerateError", "SavedState", "Settings", "generate", "load_model", "prefill"]

@@ -1,4 +1,4 @@
-"""How a continuation's next token is chosen from logits, and where its text ends."""
+"""Sampling: the choice of a continuation's next token from logits, and of where its text ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GenerateError(UserError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How continuations are written; checked when built (GenerateError)."""
+    """Settings of sampling and length; checked when built (GenerateError)."""
 
     max_tokens: int = 64
     """Most new tokens of a continuation; an end-of-text token or a stop string ends it earlier. 0: only read
@@ -46,10 +46,10 @@ class Settings:
             "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more, and finite"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 and finite; 1 is off"),
+            "repetition_penalty": (1e-100 <= self.repetition_penalty <= 1e100, "1e-100 to 1e100; 1 is off"),
             "seed": (0 <= self.seed < 2**62, "0 to 2^62 - 1"),
             "stop": (all(self.stop), "texts of 1 character or more"),
-            "samples": (self.samples >= 1, "1 or more"),
+            "samples": (1 <= self.samples <= 10**6, "1 to a million"),
             "batch": (self.batch >= 1, "1 or more"),
         }
         for name, (good, allowed) in rules.items():
@@ -62,24 +62,26 @@ class Settings:
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits `[V]` with those of the ids `seen` `[n]` made less likely (CTRL paper, section 4.1;
-    negative logits are multiplied, as is usual, so that the penalty always lowers them)."""
-    if penalty == 1.0 or seen.numel() == 0:
+    """Lower the logits `[V]` of the ids `seen` `[n]` (CTRL paper, section 4.1; negative logits are
+    multiplied, as is usual, so that the penalty always lowers them)."""
+    if penalty == 1.0:
         return logits
+    logits = logits.double()  # which holds every float32 times or by every penalty
     at = logits[seen]
     return logits.index_put((seen,), torch.where(at > 0, at / penalty, at * penalty))
 
 
 def kept_probabilities(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """The tokens that may be drawn from logits `[V]` and their probabilities.
+    """Find the tokens that may be drawn from logits `[V]` and their probabilities.
 
-    Temperature first, then top-k, then top-p on what is left. Returns probabilities (float64, falling, sum 1)
-    and token ids, both `[K]`; equal logits are ranked by id.
+    Temperature first, then top-k, then top-p on what is left. The largest logit is taken off before the
+    division, so that no temperature makes a number that is not finite of it. Returns probabilities (float64,
+    falling, sum 1) and token ids, both `[K]`; equal logits are ranked by id.
     """
-    ranked, ids = torch.sort(logits.double() / settings.temperature, descending=True, stable=True)
-    if settings.top_k:
-        ranked, ids = ranked[: settings.top_k], ids[: settings.top_k]
-    probabilities = torch.softmax(ranked, -1)
+    ranked, ids = torch.sort(logits.double(), descending=True, stable=True)
+    count = min(settings.top_k or len(ids), len(ids))
+    ranked, ids = ranked[:count], ids[:count]
+    probabilities = torch.softmax((ranked - ranked[0]) / settings.temperature, -1)
     if settings.top_p < 1:
         before = torch.cumsum(probabilities, -1) - probabilities
         count = max(1, int((before < settings.top_p).sum()))
@@ -89,7 +91,7 @@ def kept_probabilities(logits: Tensor, settings: Settings) -> tuple[Tensor, Tens
 
 
 def choose(logits: Tensor, settings: Settings, generator: torch.Generator, seen: Tensor) -> int:
-    """The next token id from logits `[V]`; `seen` are the ids of prompt and continuation so far.
+    """Choose the next token id by logits `[V]`; `seen` are the ids of prompt and continuation so far.
 
     One uniform number per token is drawn on the CPU, so that a seed means the same on every device and
     whatever else is in the batch.
@@ -104,7 +106,7 @@ def choose(logits: Tensor, settings: Settings, generator: torch.Generator, seen:
 
 
 class StopMatcher:
-    """Passes text on up to the first stop string, wherever the pieces are cut.
+    """Filter that passes text on up to the first stop string, wherever the text is split.
 
     Text that may turn out to begin a stop string is held back until that is known. Of several stop
     strings the one completed first counts.
@@ -116,7 +118,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that is now known to come before any stop string."""
+        """Add text; return what is now known to come before any stop string."""
         text = self._held + text
         found = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
         if found:
@@ -127,11 +129,11 @@ class StopMatcher:
         return text[: len(text) - hold]
 
     def finish(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return what was held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest proper beginning of `stop` that `text` ends with."""
+        """Measure the longest proper beginning of `stop` that `text` ends with."""
         return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Where a text stands: what is needed to continue it without reading it again, as a value and a file.
+"""The state of a text: what is needed to continue it without reading it again, as a value and a file.
 
 It stands after prompt and continuation (with no new tokens: after the prompt). To go on from it is to go on
 with the same call: state, logits, seen ids and the place in the sequence of random numbers are kept.
@@ -9,22 +9,23 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from hybrid.model import state_file
-from hybrid.model.state import HybridState, StateError
+from hybrid.data.tokenizer import Tokenizer
+from hybrid.model import HybridLM, HybridState, StateError
+from hybrid.model.state import digest, read_file, write_file
 
-if TYPE_CHECKING:
-    from hybrid.data.tokenizer import Tokenizer
+KEY = "bookmark"
+"""Names what is not the model's state in a file."""
 
 
 @dataclass
-class Bookmark:
-    """Made by `generate(..., on_bookmark=...)`, and where `generate(..., begin=...)` goes on, which takes the
-    state over."""
+class SavedState:
+    """State of a text: `generate(..., on_state=...)` makes it, `generate(..., resume=...)` goes on there and
+    takes the model's state over."""
 
     state: HybridState
     """Of one sequence, after the last token."""
@@ -48,26 +49,25 @@ class Bookmark:
         """Write one file; it appears whole or not at all."""
         texts, tensors = self.state.parts()
         facts = {"draws": self.draws, "model": self.model, "tokenizer": self.tokenizer}
-        own = {"bookmark.logits": self.logits, "bookmark.seen": self.seen}
-        state_file.write(path, {**texts, "bookmark": json.dumps(facts)}, {**tensors, **own})
+        own = {f"{KEY}.logits": self.logits, f"{KEY}.seen": self.seen}
+        write_file(path, {**texts, KEY: json.dumps(facts)}, {**tensors, **own})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote; StateError when the file is something else, or damaged."""
-        texts, tensors = state_file.read(path)
-        if "bookmark" not in texts:
+        texts, tensors = read_file(path)
+        if KEY not in texts:
             raise StateError(
                 f"{path}: a state without the text's end (hybrid generate --save-state keeps both)"
             )
         state = HybridState.of_parts(texts, tensors, path)
         try:
-            logits, seen = tensors["bookmark.logits"], tensors["bookmark.seen"]
-            return cls(state, logits, seen, **json.loads(texts["bookmark"]))
+            return cls(state, tensors[f"{KEY}.logits"], tensors[f"{KEY}.seen"], **json.loads(texts[KEY]))
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"{path}: the state is damaged ({type(error).__name__}: {error})") from error
 
-    def refuse_other(self, model: Any, tokenizer: Tokenizer) -> None:
-        """StateError unless it was made with these weights and this tokenizer."""
+    def refuse_other(self, model: HybridLM, tokenizer: Tokenizer) -> None:
+        """Raise StateError unless the state was made with these weights and this tokenizer."""
         self.state.refuse_other(model.layout, 1)
         if self.tokenizer != tokenizer.fingerprint:
             raise StateError(
@@ -82,5 +82,5 @@ class Bookmark:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 over the parameters' names, types and values."""
-    return state_file.digest_of(dict(model.named_parameters()))
+    """Hash the parameters' names, types and values with SHA-256."""
+    return digest(dict(model.named_parameters()))

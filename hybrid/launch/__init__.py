@@ -1,1 +1,1 @@
-"""`hybrid launch`: one recipe on this machine's processors, on hosts of a hostfile, or through Slurm."""
+"""`hybrid launch`: start one recipe on this machine, on hosts of a hostfile, or through Slurm."""

@@ -7,19 +7,15 @@ DeepSpeed would take for something else, or complain about after hosts were alre
 
 from __future__ import annotations
 
-import difflib
+import codecs
 import re
-import socket
-import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybrid.errors import LaunchError
-
-RESOLVE_SECONDS = 20.0
-"""All names of a run must be found within this time."""
+from hybrid.layers.errors import did_you_mean
+from hybrid.text import decode
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]*\w)?"
 _LINE = re.compile(rf"(?P<name>{_NAME})\s+slots=(?P<slots>\d+)")
@@ -34,20 +30,25 @@ class Host:
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
-    """The hosts in the file's order.
+    """Read the hosts, in the file's order.
 
     Raises LaunchError with every line that cannot be used: file, line number, text, and what is wrong.
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        data = path.read_bytes()
+        lines = decode(data).splitlines()
     except FileNotFoundError:
         raise LaunchError(
             f"there is no hostfile {path}. To train on this machine alone, leave --hostfile out"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise LaunchError(f"the hostfile {path} cannot be read: {reason}") from error
+    except OSError as error:
+        raise LaunchError(f"the hostfile {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise LaunchError(f"the hostfile {path} {error}") from None
+    if data.startswith(codecs.BOM_UTF8):
+        words = "begins with a byte mark (BOM), which DeepSpeed takes for a part of the first name"
+        raise LaunchError(f"the hostfile {path} {words}: save it without")
     found: dict[str, Host] = {}
     written: dict[str, int] = {}
     problems = []
@@ -71,7 +72,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
 
 
 def _host(text: str) -> Host | str:
-    """The host of a line without its comment, or what is wrong with the line."""
+    """Read the host of a line without its comment, or say what is wrong with the line."""
     match = _LINE.fullmatch(text)
     if match is None:
         return "expected 'NAME slots=N', such as 'worker-0 slots=8'"
@@ -80,7 +81,7 @@ def _host(text: str) -> Host | str:
 
 
 def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
-    """The hosts and slots that the filters leave, in the hosts' order.
+    """Choose the hosts and slots that the filters leave, in the hosts' order.
 
     Raises LaunchError quoting the filter and the part of it that is malformed or names what is not there.
     """
@@ -104,7 +105,7 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
 
 
 def _filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
-    """Host name -> slots named by a filter; a host without slots means all of its."""
+    """Read a filter: host name -> slots; a host without slots means all of its."""
     known = {host.name: host.slots for host in hosts}
     found: dict[str, tuple[int, ...]] = {}
 
@@ -117,9 +118,8 @@ def _filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[in
         if not re.fullmatch(_NAME, name):
             raise refuse(part, f"{name!r} is not a host's name")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {listed(known)}"
-            raise refuse(part, f"there is no host {name!r} ({hint})")
+            hint = did_you_mean(name, known) or f"; known: {listed(known)}"
+            raise refuse(part, f"there is no host {name!r}{hint}")
         if name in found:
             raise refuse(part, f"{name} is named twice")
         slots = []
@@ -138,7 +138,7 @@ def _filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[in
 
 
 def first(hosts: Sequence[Host], nodes: int | None, slots: int | None) -> list[Host]:
-    """The first `nodes` hosts with their first `slots` slots (None: all); LaunchError for too few."""
+    """Choose the first `nodes` hosts with their first `slots` slots (None: all); LaunchError for too few."""
     if nodes is not None and nodes > len(hosts):
         raise LaunchError(
             f"--nodes is {nodes}, but there are {len(hosts)} hosts: {listed(h.name for h in hosts)}"
@@ -152,35 +152,12 @@ def first(hosts: Sequence[Host], nodes: int | None, slots: int | None) -> list[H
     return [replace(host, slots=host.slots[:slots]) for host in chosen]
 
 
-def require_addresses(names: Iterable[str], seconds: float = RESOLVE_SECONDS) -> None:
-    """LaunchError naming those that have no network address, after at most `seconds`."""
-    problems: dict[str, str | None] = dict.fromkeys(names, f"no answer within {seconds:g} s")
-
-    def look_up(name: str) -> None:
-        try:
-            socket.getaddrinfo(name, None)
-            problems[name] = None
-        except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is too long
-            problems[name] = getattr(error, "strerror", None) or str(error)
-
-    # Not a pool: its threads would be waited for, and a look-up cannot be stopped.
-    threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in problems]
-    end = time.monotonic() + seconds
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    missing = [f"{name} ({reason})" for name, reason in problems.items() if reason is not None]
-    if missing:
-        raise LaunchError(f"no network address is known for {listed(missing)}; nothing was launched")
-
-
 def _span(slots: Sequence[int]) -> str:
     whole = len(slots) > 1 and tuple(slots) == tuple(range(slots[0], slots[-1] + 1))
     return f"{slots[0]}-{slots[-1]}" if whole else ", ".join(map(str, slots))
 
 
 def listed(names: Iterable[str]) -> str:
-    """All, or the first eight and how many more."""
+    """List all names, or the first eight and how many more."""
     names = list(names)
     return ", ".join([*names[:8], f"and {len(names) - 8} more"] if len(names) > 9 else names)

@@ -1,7 +1,8 @@
-"""From what was asked to the commands that start a run, one a node or one for all."""
+"""The plan of a run: from what was asked to the commands that start it, one a node or one for all."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
@@ -9,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from hybrid.distributed.environment import free_port
 from hybrid.errors import LaunchError
 
-from . import hosts, ssh
+from . import hosts
 from .hosts import Host
 
 LAUNCHERS = ("deepspeed", "torchrun", "slurm")
@@ -22,7 +24,7 @@ SLURM_SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "slurm.sbatch"
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for; None and "" mean: not said."""
+    """Wishes of the command line; None and "" mean: not said."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -37,12 +39,17 @@ class Request:
     node_rank: int | None = None
 
     @property
+    def cluster(self) -> bool:
+        """Whether a single node is one of a cluster's and not simply this machine."""
+        return self.hostfile is not None or self.master_addr is not None
+
+    @property
     def train(self) -> list[str]:
         return ["hybrid", "train", self.recipe, *self.overrides]
 
 
 class Command(NamedTuple):
-    """What to run at one place."""
+    """Command to run at one place."""
 
     where: str
     argv: list[str]
@@ -76,7 +83,7 @@ class Plan:
         return sum(len(host.slots) for host in self.hosts)
 
     def command(self, node_rank: int | None) -> Command:
-        """What this machine has to run: `node_rank`'s part, or what starts all; LaunchError for neither."""
+        """Choose what this machine has to run: one node, or what starts all; LaunchError for neither."""
         missing = [name for command in self.commands for name in command.shell_variables]
         if missing:
             raise LaunchError(
@@ -98,7 +105,8 @@ def plan(request: Request) -> Plan:
 
     Raises LaunchError for options that contradict each other, and for a hostfile or filter that is wrong.
     """
-    launcher = request.launcher or ("torchrun" if _several_unnamed(request) else "deepspeed")
+    several_unnamed = request.hostfile is None and (request.nodes or 1) > 1
+    launcher = request.launcher or ("torchrun" if several_unnamed else "deepspeed")
     if launcher == "slurm":
         return _slurm(request)
     if request.hostfile is None:
@@ -111,10 +119,6 @@ def plan(request: Request) -> Plan:
     if launcher == "torchrun":
         return _torchrun(request, chosen)
     return _deepspeed(request, chosen)
-
-
-def _several_unnamed(request: Request) -> bool:
-    return request.hostfile is None and (request.nodes or 1) > 1
 
 
 def _named_hosts(request: Request, hostfile: str) -> list[Host]:
@@ -157,7 +161,7 @@ def _gpus_here() -> int:
 
 
 def _slurm(request: Request) -> Plan:
-    """Slurm chooses the hosts and tells each process its place; `launch/slurm.sbatch` reads it."""
+    """Plan for Slurm, which chooses the hosts and tells each process its place (in `launch/slurm.sbatch`)."""
     given = {
         "--hostfile": request.hostfile, "--include": request.include, "--exclude": request.exclude,
         "--master-addr": request.master_addr, "--master-port": request.master_port,
@@ -171,14 +175,9 @@ def _slurm(request: Request) -> Plan:
     if not SLURM_SCRIPT.exists():
         raise LaunchError(f"{SLURM_SCRIPT} is not there: it comes with the repository, not with the package")
     nodes = request.nodes or 1
-    script = _short(SLURM_SCRIPT)
-    argv = [
-        "sbatch",
-        f"--nodes={nodes}",
-        f"--ntasks-per-node={request.gpus}",
-        f"--gpus-per-node={request.gpus}",
-    ]
-    argv += [script, request.recipe, *request.overrides]
+    argv = ["sbatch", f"--nodes={nodes}"]
+    argv += [f"--{what}-per-node={request.gpus}" for what in ("ntasks", "gpus")]
+    argv += [_short(SLURM_SCRIPT), request.recipe, *request.overrides]
     names = [Host(f"node {i}", tuple(range(request.gpus))) for i in range(nodes)]
     command = Command("a login node", argv)
     return Plan("slurm", names, [command], command, None, None)
@@ -193,7 +192,7 @@ def _torchrun(request: Request, chosen: list[Host]) -> Plan:
             )
     start = [_program("torchrun")]
     module = ["-m", *request.train]
-    if len(chosen) == 1 and not _remote(request):
+    if len(chosen) == 1 and not request.cluster:
         meeting = ["--standalone"]
         if request.master_port:
             meeting = ["--master_addr", "127.0.0.1", "--master_port", str(request.master_port)]
@@ -215,11 +214,6 @@ def _torchrun(request: Request, chosen: list[Host]) -> Plan:
     return Plan("torchrun", chosen, commands, None, address if known else None, port)
 
 
-def _remote(request: Request) -> bool:
-    """Whether a single node is one of a cluster's and not simply this machine."""
-    return request.hostfile is not None or request.master_addr is not None
-
-
 def _deepspeed(request: Request, chosen: list[Host]) -> Plan:
     start = [_program("deepspeed"), "--quiet"]
     module = ["--module", *request.train]
@@ -227,8 +221,6 @@ def _deepspeed(request: Request, chosen: list[Host]) -> Plan:
         if text:
             start += [option, text]
     if request.hostfile is None:
-        from hybrid.distributed.environment import free_port
-
         port = request.master_port or free_port()
         if not request.include and not request.exclude:
             start += ["--num_gpus", str(len(chosen[0].slots))]
@@ -247,13 +239,25 @@ def _deepspeed(request: Request, chosen: list[Host]) -> Plan:
     ]
     # With a single host DeepSpeed would start it here, whatever its name.
     force = ["--force_multi"] if len(chosen) == 1 else []
-    remote = ["--module", *map(ssh.quoted, request.train)]
+    remote = ["--module", *map(_quoted, request.train)]
     from_here = Command("one machine that reaches all by ssh, with pdsh", [*start, *force, *meeting, *remote])
     return Plan("deepspeed", chosen, commands, from_here, address, port)
 
 
+def _quoted(argument: str) -> str:
+    """Write an argument so that it arrives on other hosts as it is.
+
+    DeepSpeed hands one command line to pdsh, pdsh replaces %h, %u, %n and %% in it and gives it to ssh, and
+    a shell on each host takes it apart again. DeepSpeed protects only spaces and double quotes.
+    """
+    argument = argument.replace("%", "%%")
+    if " " in argument:  # DeepSpeed puts it between double quotes
+        return re.sub(r"[\\$`]", r"\\\g<0>", argument)
+    return shlex.quote(argument)
+
+
 def _program(name: str) -> str:
-    """A command of this environment: its plain name where the shell finds the same, else its path."""
+    """Find a command of this environment: its plain name where the shell finds the same, else its path."""
     own = Path(sys.executable).parent / name
     found = shutil.which(name)
     if not own.exists() and found is None:
@@ -264,8 +268,6 @@ def _program(name: str) -> str:
 
 
 def _short(path: Path) -> str:
-    """Relative to the working directory where it lies below it."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    """Write a path relative to the working directory where it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,9 +1,9 @@
-"""What `hybrid launch` would start, as text: commands, who sits where, memory and communication."""
+"""`hybrid launch --dry-run`: the commands that would start, who sits where, memory and communication."""
 
 from __future__ import annotations
 
-from hybrid.recipe import batch_geometry
-from hybrid.recipe.schema import Recipe
+from hybrid.estimate import info
+from hybrid.recipe import Recipe, batch_geometry
 from hybrid.text import columns
 
 from .hosts import Host
@@ -14,13 +14,11 @@ SHOWN = 16
 
 
 def describe(plan: Plan, recipe: Recipe) -> str:
-    """The whole report.
+    """Write the whole report.
 
     Raises:
         RecipeError: the batch does not divide over the processes.
     """
-    from hybrid.estimate import info
-
     geometry = batch_geometry(recipe, plan.processes)
     model = info.meta_model(recipe)
     parts = [
@@ -34,17 +32,15 @@ def describe(plan: Plan, recipe: Recipe) -> str:
 
 
 def commands(plan: Plan) -> str:
-    """Every command that starts the run, ready for a shell."""
+    """Write every command that starts the run, ready for a shell."""
     lines = []
     if plan.from_here is not None:
         lines.append(_shown(plan.from_here))
     if plan.commands != [plan.from_here]:
         if plan.from_here is not None:
             lines.append("or on each node its own, without ssh:")
-        shown = _few(plan.commands)
-        lines += [
-            _shown(command) if command else f"  ... {len(plan.commands) - 3} more ..." for command in shown
-        ]
+        more = f"  ... {len(plan.commands) - 3} more ..."
+        lines += [_shown(command) if command else more for command in _few(plan.commands)]
     if plan.launcher == "slurm":
         lines.append(
             "it runs, on every node: srun ... hybrid train RECIPE, and goes back to the queue on code 75"
@@ -59,12 +55,12 @@ def _shown(command: Command) -> str:
 
 
 def _few(items: list) -> list:
-    """All, or the first two, None, and the last."""
+    """Return all, or the first two, None, and the last."""
     return items if len(items) <= SHOWN else [*items[:2], None, items[-1]]
 
 
 def layout(hosts: list[Host], sequence: int) -> str:
-    """Which ranks sit where. Rank r works on part r % sequence of data-parallel place r // sequence."""
+    """Show which ranks sit where: rank r works on shard r % sequence of data-parallel place r // sequence."""
     ranks = sum(len(host.slots) for host in hosts)
     rows: list[list[str]] = []
     first = 0
@@ -77,10 +73,9 @@ def layout(hosts: list[Host], sequence: int) -> str:
         first = end
     heading = ["node", "ranks", "data-parallel places"]
     cells = [row if row else ["...", "", ""] for row in _few(rows)]
-    words = "1 node" if len(hosts) == 1 else f"{len(hosts):,} nodes"
-    text = (
-        f"Layout: {words}, {ranks:,} ranks = {ranks // sequence:,} data-parallel x {sequence} per sequence\n"
-    )
+    nodes = "1 node" if len(hosts) == 1 else f"{len(hosts):,} nodes"
+    places = f"{ranks // sequence:,} data-parallel x {sequence} per sequence"
+    text = f"Layout: {nodes}, {ranks:,} ranks = {places}\n"
     text += columns([heading, *cells], left={0, 1, 2}, indent="  ")
     if split:
         text += (

@@ -1,8 +1,8 @@
-"""Standing over a launcher: SIGTERM reaches the processes that train, and their exit code comes back.
+"""Supervision of a launcher: SIGTERM reaches the processes that train, and their exit code comes back.
 
 DeepSpeed's launcher dies of SIGTERM and leaves behind what it started, which trains on; torchrun kills after
-thirty seconds. So the launcher is not told: the processes that train are, they save and end, and it with
-them. Imports nothing heavy, as it stays for the whole run.
+thirty seconds. So the processes that train get the signal, and not the launcher: they save and end, and it
+with them. Imports nothing heavy, as it stays for the whole run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from hybrid.errors import STOPPED_EXIT_CODE
 
 LOOK_SECONDS = 0.5
-"""Between looks for processes that have not been told yet."""
+"""Between looks for processes that have no signal yet."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -27,14 +27,14 @@ def run(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
     signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to all processes itself
     process = subprocess.Popen(argv)
-    told: set[int] = set()
+    signalled: set[int] = set()
     while True:
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(LOOK_SECONDS)
             break
         for pid in _ranks(process.pid) if asked else ():
-            if pid not in told:
-                told.add(pid)
+            if pid not in signalled:
+                signalled.add(pid)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
     # One that had not come to catching the signal died of it; DeepSpeed's launcher reports that as -15.
@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _ranks(launcher: int) -> list[int]:
-    """The processes below a launcher that it has given a rank."""
+    """Find the processes below a launcher that it has given a rank."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""One block of the model: norm, mixer, norm, feed-forward, put together from the parts a recipe names."""
+"""The blocks of the model: norm, mixer, norm, feed-forward, put together from the parts a recipe names."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid.errors import UserError
-from hybrid.layers import Context, Flops, Mixer, Site, initialise
+from hybrid.layers import Context, Flops, LayerError, Mixer, Site, initialise, mixer_class
 from hybrid.layers.context_parallel import SequenceShard
 from hybrid.layers.norms import make_norm
 from hybrid.layers.token_shift import Last, last_token, shift_ramp, token_shift
+from hybrid.recipe.letters import LayerSpec
 from hybrid.recipe.schema import ModelSection
 
 from .init import normal_linears, orthogonal
@@ -27,10 +28,9 @@ class ModelError(UserError):
 
 
 def ffn_width(model: ModelSection) -> int:
-    """`ffn_size`, or expansion times hidden size rounded down to a multiple of 32."""
-    if model.ffn_size is not None:
-        width = model.ffn_size
-    else:
+    """Return `ffn_size`, or expansion times hidden size rounded down to a multiple of 32."""
+    width = model.ffn_size
+    if width is None:
         width = int(model.ffn_expansion * model.hidden_size) // 32 * 32
     if width < 1:
         raise ModelError(
@@ -64,7 +64,7 @@ class FeedForward(nn.Module):
     def forward(
         self, h: Tensor, lengths: tuple[int, ...] = (), last: Last = None, shard: SequenceShard | None = None
     ) -> Tensor:
-        """`h` `[B, T, C]`; for a packed row with its documents' lengths, for a sharded one with the shard."""
+        """Transform `h` `[B, T, C]`; a packed row has its documents' lengths, a sharded one its shard."""
         if self.x_k is not None:
             if shard is not None:
                 (h,), (last,) = shard.halo(h)
@@ -92,7 +92,7 @@ class FeedForward(nn.Module):
         initialise(self.c_proj.weight, nn.init.zeros_)
 
     def flops(self) -> Flops:
-        """Of one token."""
+        """Count the FLOPs of one token."""
         matrices = 2 if self.c_gate is None else 3
         return Flops(2.0 * matrices * self.c_fc.in_features * self.c_fc.out_features)
 
@@ -112,7 +112,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, x0: Tensor, context: Context, state: Any = None
     ) -> tuple[Tensor, Any, dict[str, Tensor]]:
-        """One block; a function of its arguments alone, so that it can be run again for the backward pass.
+        """Run the block, a function of its arguments alone, so that it can run again for the backward pass.
 
         Args:
             x: `[B, T, C]`.
@@ -125,9 +125,8 @@ class Block(nn.Module):
             known to the blocks after this one.
         """
         h = self.norm_mixer(x)
-        embedding = None
-        if self.mixer.site.first_of_kind:
-            embedding = h if x is x0 else self.norm_mixer(x0)
+        shares = self.mixer.site.first_of_kind
+        embedding = (h if x is x0 else self.norm_mixer(x0)) if shares else None
         inner = replace(context, embedding=embedding, first_values=dict(context.first_values))
         packed = state is not None and bool(context.lengths)
         y, mixer_state = self.mixer(h, inner, _each(state, packed, "mixer"))
@@ -148,7 +147,7 @@ class Block(nn.Module):
         return [BlockState(one.position, one, last) for one, last in zip(mixer_state, lasts, strict=True)]
 
     def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
-        """As `Mixer.exchange_bytes`, with the feed-forward's token shift."""
+        """Count bytes as `Mixer.exchange_bytes` does, with those of the feed-forward's token shift."""
         halo = rows * (size - 1) * self.norm_ffn.size * element_size if self.ffn.x_k is not None else 0
         return self.mixer.exchange_bytes(rows, tokens, size, element_size) + halo
 
@@ -162,7 +161,45 @@ class Block(nn.Module):
 
 
 def _each(state: Any, packed: bool, name: str) -> Any:
-    """The part `name` of a block's state, or the list of them for packed documents."""
+    """Take the field `name` of a block's state, or of each packed document's."""
     if packed:
         return [None if one is None else getattr(one, name) for one in state]
     return None if state is None else getattr(state, name)
+
+
+def build_mixers(model: ModelSection, layers: list[LayerSpec]) -> list[Mixer]:
+    """Build the mixers in order, the one of each kind that shares its values marked as such."""
+    classes = [mixer_class(spec.kind) for spec in layers]
+    sharing = _sharing_layers(model, layers, classes)
+    mixers: list[Mixer] = []
+    for index, (spec, cls) in enumerate(zip(layers, classes, strict=True)):
+        site = Site(model.hidden_size, index, len(layers), sharing[spec.kind] == index)
+        try:
+            mixers.append(cls(spec.options, site))
+        except LayerError as error:
+            raise ModelError(f"layer {index} ('{spec.letter}', {spec.kind}): {error}") from error
+    return mixers
+
+
+def _sharing_layers(
+    model: ModelSection, layers: list[LayerSpec], classes: list[type[Mixer]]
+) -> dict[str, int]:
+    """Map each registry kind to its first layer with a value residual (its first layer, where none has one).
+
+    ModelError where layers of a kind have value residuals of unequal widths.
+    """
+    sharing: dict[str, int] = {}
+    widths: dict[str, int] = {}
+    for index, (spec, cls) in enumerate(zip(layers, classes, strict=True)):
+        width = cls.value_width(spec.options, Site(model.hidden_size, index, len(layers)))
+        if width is None:
+            continue
+        first, wanted = sharing.setdefault(spec.kind, index), widths.setdefault(spec.kind, width)
+        if width != wanted:
+            raise ModelError(
+                f"layer {index} ({spec.kind}) has values of width {width}, layer {first} of the same kind "
+                f"{wanted}: the value residual needs equal widths within a kind"
+            )
+    for index, spec in enumerate(layers):
+        sharing.setdefault(spec.kind, index)
+    return sharing

@@ -1,8 +1,9 @@
-"""The output head and the cross-entropy in chunks of tokens, so that a large vocabulary at a long context
-never has all its logits in memory: neither in the forward pass nor in the backward one."""
+"""The output head, and the cross-entropy over some tokens at a time, so that a large vocabulary at a long
+context never has all its logits in memory: neither in the forward pass nor in the backward one."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +28,9 @@ class Loss(NamedTuple):
     """What the call left to go on from, where it was asked for one."""
 
 
-def capped(logits: Tensor, softcap: float) -> Tensor:
-    """`softcap * tanh(logits / softcap)`, or the logits themselves for 0."""
-    return softcap * torch.tanh(logits / softcap) if softcap else logits
-
-
 class Head(nn.Module):
-    """Hidden states to logits, or straight to the loss. The weight is used nowhere but in `forward`, so that
-    a partitioned weight (ZeRO-3) is whole whenever it is needed."""
+    """Linear map of hidden states to logits, or straight to the loss. The weight is used nowhere but in
+    `forward`, so that a partitioned weight (ZeRO-3) is whole whenever it is needed."""
 
     def __init__(
         self, hidden_size: int, vocab_size: int, softcap: float = 0.0, weight: nn.Parameter | None = None
@@ -45,31 +41,27 @@ class Head(nn.Module):
         self.softcap = softcap
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None = None, chunk: int = 2048, with_z: bool = False
+        self, hidden: Tensor, labels: Tensor | None = None, loss_chunk: int = 2048, with_z: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits fp32 `[B, T, V]` of `hidden` `[B, T, C]`; with `labels` `[B, T]` the sums (total, z_total)
-        over tokens whose label is not -100, from logits of at most `chunk` tokens at once."""
+        """Compute logits fp32 `[B, T, V]` of `hidden` `[B, T, C]`; with `labels` `[B, T]` the sums (total,
+        z_total) over tokens whose label is not -100, from logits of at most `loss_chunk` tokens at once."""
         if labels is None:
             return self.logits(hidden)
-        rows = hidden.flatten(0, 1).split(chunk)
-        targets = labels.flatten().split(chunk)
-        again = torch.is_grad_enabled() and len(rows) > 1  # one chunk may as well keep its logits
-        sums = []
-        for row, target in zip(rows, targets, strict=True):
-            if again:
-                sums.append(
-                    checkpoint(self._sums, row, target, with_z, use_reentrant=False, preserve_rng_state=False)
-                )
-            else:
-                sums.append(self._sums(row, target, with_z))
-        totals, squares = zip(*sums, strict=True)
+        hiddens, targets = hidden.flatten(0, 1).split(loss_chunk), labels.flatten().split(loss_chunk)
+        sums = self._sums
+        if torch.is_grad_enabled() and len(hiddens) > 1:  # else its logits may as well be kept
+            sums = partial(checkpoint, self._sums, use_reentrant=False, preserve_rng_state=False)
+        found = [sums(one, target, with_z) for one, target in zip(hiddens, targets, strict=True)]
+        totals, squares = zip(*found, strict=True)
         return torch.stack(totals).sum(), torch.stack(squares).sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return capped(F.linear(hidden, self.weight).float(), self.softcap)
+        """Compute fp32 logits, `softcap * tanh(logits / softcap)` where there is a cap."""
+        logits = F.linear(hidden, self.weight).float()
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     def _sums(self, hidden: Tensor, labels: Tensor, with_z: bool) -> tuple[Tensor, Tensor]:
-        """Sums of cross-entropy and of logsumexp^2 over the counted tokens of `hidden` `[N, C]`."""
+        """Sum cross-entropy and logsumexp^2 over the counted tokens of `hidden` `[N, C]`."""
         logits_NV = self.logits(hidden)
         counted = labels != IGNORE
         target = labels.clamp(min=0).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""How the backbone's own parameters start; mixers initialise themselves.
+"""Initial values of the backbone's own parameters; mixers initialise themselves.
 
 "paper" follows the code of the Key-Value Means paper: tiny embeddings, an orthogonal head and orthogonal
 inputs of the feed-forward, zero output projections (so that every block starts as the identity).
@@ -21,22 +21,22 @@ Fill = Callable[[Tensor], Tensor]
 
 
 def normal() -> Fill:
-    """Normal values of standard deviation 0.02."""
+    """Fill with normal values of standard deviation 0.02."""
     return lambda value: nn.init.normal_(value, std=NORMAL_STD)
 
 
 def orthogonal(gain: float = 1.0) -> Fill:
-    """A matrix `[m, n]` whose shorter side's rows or columns are orthogonal and of length `gain`."""
+    """Fill a matrix `[m, n]` whose shorter side's rows or columns become orthogonal, of length `gain`."""
     return lambda value: nn.init.orthogonal_(value, gain)
 
 
 def embedding(init: str) -> Fill:
-    """For the token table `[V, C]`."""
+    """Fill the token table `[V, C]`."""
     return normal() if init == "normal" else lambda value: nn.init.uniform_(value, -1e-4, 1e-4)
 
 
 def head(init: str, vocab_size: int, hidden_size: int) -> Fill:
-    """For the head's weight `[V, C]`."""
+    """Fill the head's weight `[V, C]`."""
     return normal() if init == "normal" else orthogonal(0.5 * math.sqrt(vocab_size / hidden_size))
 
 

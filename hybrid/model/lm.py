@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hybrid.layers import Context, Flops, LayerError, Mixer, Site, initialise, mixer_class
+from hybrid.layers import Context, Flops, Mixer, initialise
 from hybrid.layers.context_parallel import SequenceShard
 from hybrid.layers.norms import make_norm
 from hybrid.recipe.letters import LayerSpec, layer_specs
 from hybrid.recipe.schema import ModelSection, Recipe
 
-from .block import Block, ModelError
+from .block import Block, ModelError, build_mixers
 from .head import IGNORE, Head, Loss
 from .init import INITS, embedding, head
 from .state import BlockState, HybridState, StateError
@@ -54,7 +54,7 @@ class HybridLM(nn.Module):
         self.embedding = nn.Embedding(self.vocab_size, hidden)
         norm = (model.norm, hidden, model.norm_eps)
         self.embedding_norm = make_norm(*norm) if model.embedding_norm else None
-        self.blocks = nn.ModuleList(Block(model, mixer) for mixer in _mixers(model, layers))
+        self.blocks = nn.ModuleList(Block(model, mixer) for mixer in build_mixers(model, layers))
         self.norm = make_norm(*norm)
         tied = cast(nn.Parameter, self.embedding.weight) if model.tie_embeddings else None
         self.head = Head(hidden, self.vocab_size, model.logit_softcap, tied)
@@ -68,7 +68,7 @@ class HybridLM(nn.Module):
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Self:
-        """The model a recipe describes."""
+        """Build the model a recipe describes. ModelError when it is too large for this machine."""
         try:
             return cls(recipe.model, layer_specs(recipe.model))
         except (RuntimeError, TypeError) as error:
@@ -130,7 +130,7 @@ class HybridLM(nn.Module):
         return Loss(total, (labels != IGNORE).sum(), z_total, new_state)
 
     def _hidden(self, ids: Tensor, context: Context, states: list[Any]) -> tuple[Tensor, list[Any]]:
-        """Final hidden states `[B, T, C]` (normalised) and every block's state."""
+        """Compute the final hidden states `[B, T, C]` (normalised) and every block's state."""
         x = self.embedding(ids)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
@@ -142,10 +142,11 @@ class HybridLM(nn.Module):
         for block, state in zip(self.blocks, states, strict=True):
             call = (x, x0, replace(context, first_values=first_values), state)
             if again:
-                result = checkpoint(block, *call, use_reentrant=False, preserve_rng_state=False)
+                x, kept, first_values = checkpoint(
+                    block, *call, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                result = block(*call)
-            x, kept, first_values = result
+                x, kept, first_values = block(*call)
             after.append(kept)
         return self.norm(x), after
 
@@ -158,15 +159,17 @@ class HybridLM(nn.Module):
             if given.ndim != 2 or given.numel() == 0:
                 shape = tuple(given.shape)
                 raise ModelError(f"{name} must be [batch, tokens] with at least one token, got {shape}")
-        size = self.vocab_size
-        self._refuse_outside("ids", ids, (ids < 0) | (ids >= size))
+        self._refuse_outside("ids", ids)
         if labels is not None:
             if labels.shape != ids.shape:
                 raise ModelError(f"labels have shape {tuple(labels.shape)}, ids {tuple(ids.shape)}")
-            counted = labels != IGNORE
-            self._refuse_outside("labels", labels, counted & ((labels < 0) | (labels >= size)))
+            self._refuse_outside("labels", labels)
 
-    def _refuse_outside(self, name: str, values: Tensor, outside: Tensor) -> None:
+    def _refuse_outside(self, name: str, values: Tensor) -> None:
+        """Raise ModelError naming the first id, or counted label, that the vocabulary does not have."""
+        outside = (values < 0) | (values >= self.vocab_size)
+        if name == "labels":
+            outside &= values != IGNORE
         if not outside.any():
             return
         row, column = outside.nonzero()[0].tolist()
@@ -175,7 +178,7 @@ class HybridLM(nn.Module):
         raise ModelError(f"{name}[{row}, {column}] is {found}; the vocabulary allows {allowed}")
 
     def _block_states(self, state: Any, context: Context, batch: int) -> list[Any]:
-        """The given state block by block, once it is known to fit."""
+        """Check that the given state fits, and take it apart block by block."""
         if state is None:
             return [None] * len(self.blocks)
         if not context.lengths:
@@ -222,7 +225,7 @@ class HybridLM(nn.Module):
         return self
 
     def _tie(self) -> None:
-        """Leaving the meta device, and loading by assignment, make new parameters, one per module."""
+        """Tie the head again: leaving the meta device, and loading by assignment, make new parameters."""
         if self.section.tie_embeddings:
             self.head.weight = cast(nn.Parameter, self.embedding.weight)
 
@@ -231,31 +234,38 @@ class HybridLM(nn.Module):
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
 
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The mixers of all layers, first to last."""
+        return [block.mixer for block in self._blocks()]
+
     def flops_per_token(self, context: int) -> Flops:
-        """Mean over the positions of one sequence of `context` tokens."""
+        """Count FLOPs of a token, the mean over the positions of one sequence of `context` tokens."""
         return self._flops(lambda mixer: mixer.flops_per_token(context))
 
     def flops_at(self, position: int) -> Flops:
-        """Decoding the token at `position` (0-based)."""
+        """Count FLOPs of decoding the token at `position` (0-based)."""
         return self._flops(lambda mixer: mixer.flops_at(position))
 
     def _flops(self, of_mixer: Callable[[Mixer], Flops]) -> Flops:
-        total = Flops(2.0 * self.section.hidden_size * self.vocab_size)  # the head
-        for block in self._blocks():
-            total = total + of_mixer(block.mixer) + block.ffn.flops()
-        return total
+        head = Flops(2.0 * self.section.hidden_size * self.vocab_size)
+        return sum((of_mixer(block.mixer) + block.ffn.flops() for block in self._blocks()), head)
 
     def state_bytes(self, context: int, element_size: int = 4) -> int:
-        """Bytes of one sequence's state after `context` tokens."""
+        """Count bytes of one sequence's state after `context` tokens."""
         shift = self.section.hidden_size * element_size if self.section.ffn_token_shift else 0
-        return sum(block.mixer.state_bytes(context, element_size) + shift for block in self._blocks())
+        return sum(mixer.state_bytes(context, element_size) + shift for mixer in self.mixers)
 
     def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int = 4) -> list[int]:
-        """Of every block, as `Mixer.exchange_bytes`."""
+        """Count bytes of every block as `Mixer.exchange_bytes` does."""
         return [block.exchange_bytes(rows, tokens, size, element_size) for block in self._blocks()]
 
+    @property
+    def num_parameters(self) -> int:
+        return _count(self)
+
     def parameter_parts(self) -> dict[str, int]:
-        """Parameters by part, summing to the whole: embedding, mixers by kind, feed-forward, norms, head."""
+        """Count all parameters: of embedding, mixers by kind, feed-forward, norms and head."""
         parts = {"embedding": self.embedding.weight.numel()}
         for block in self._blocks():
             name = f"mixer {block.mixer.kind}"
@@ -269,12 +279,12 @@ class HybridLM(nn.Module):
         return parts
 
     def no_decay(self) -> set[str]:
-        """Names of parameters without weight decay: what the mixers say, and elsewhere all but matrices."""
+        """Name the parameters without weight decay: what the mixers say, and elsewhere all but matrices."""
         own = [(name, p) for name, p in self.named_parameters() if ".mixer." not in name]
         names = {name for name, p in own if p.ndim < 2}
-        for i, block in enumerate(self._blocks()):
-            names |= {f"blocks.{i}.mixer.{name}" for name in block.mixer.no_decay()}
-        return names
+        return names | {
+            f"blocks.{i}.mixer.{n}" for i, mixer in enumerate(self.mixers) for n in mixer.no_decay()
+        }
 
 
 def _check(model: ModelSection, layers: list[LayerSpec]) -> None:
@@ -286,44 +296,8 @@ def _check(model: ModelSection, layers: list[LayerSpec]) -> None:
         raise ModelError(f"model.init is '{model.init}'; allowed: {', '.join(INITS)}")
 
 
-def _mixers(model: ModelSection, layers: list[LayerSpec]) -> list[Mixer]:
-    """The mixers in order, each told whether it is the one of its kind that shares its values."""
-    classes = [mixer_class(spec.kind) for spec in layers]
-    sharing = _sharing(model, layers, classes)
-    mixers: list[Mixer] = []
-    for index, (spec, cls) in enumerate(zip(layers, classes, strict=True)):
-        site = Site(model.hidden_size, index, len(layers), sharing[spec.kind] == index)
-        try:
-            mixers.append(cls(spec.options, site))
-        except LayerError as error:
-            raise ModelError(f"layer {index} ('{spec.letter}', {spec.kind}): {error}") from error
-    return mixers
-
-
-def _sharing(model: ModelSection, layers: list[LayerSpec], classes: list[type[Mixer]]) -> dict[str, int]:
-    """Registry kind -> its first layer with a value residual (its first layer, where none has one).
-
-    ModelError where layers of a kind have value residuals of unequal widths.
-    """
-    sharing: dict[str, int] = {}
-    widths: dict[str, int] = {}
-    for index, (spec, cls) in enumerate(zip(layers, classes, strict=True)):
-        width = cls.value_width(spec.options, Site(model.hidden_size, index, len(layers)))
-        if width is None:
-            continue
-        first, wanted = sharing.setdefault(spec.kind, index), widths.setdefault(spec.kind, width)
-        if width != wanted:
-            raise ModelError(
-                f"layer {index} ({spec.kind}) has values of width {width}, layer {first} of the same kind "
-                f"{wanted}: the value residual needs equal widths within a kind"
-            )
-    for index, spec in enumerate(layers):
-        sharing.setdefault(spec.kind, index)
-    return sharing
-
-
 def _layout(model: ModelSection, layers: list[LayerSpec]) -> tuple[str, ...]:
-    """What a state depends on, in words: see `HybridState.layout`."""
+    """Describe all that a state depends on in words: see `HybridState.layout`."""
     shift = "with" if model.ffn_token_shift else "without"
     lines = [f"{model.hidden_size} wide {shift} feed-forward token shift"]
     for spec in layers:
@@ -336,7 +310,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _drop_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """A tied weight is stored once, as the embedding's."""
+    """Store a tied weight once, as the embedding's."""
     state_dict.pop(f"{prefix}head.weight", None)
 
 

@@ -1,9 +1,9 @@
 """Recipes: YAML files and `key=value` overrides -> a typed, checked `Recipe`. Nothing here builds a model."""
 
 from .letters import LayerSpec, layer_specs
-from .load import batch_geometry, check, load, save, to_yaml
+from .load import load, save, to_yaml
 from .reader import RecipeError, shipped
-from .rules import Geometry
+from .rules import Geometry, batch_geometry, check
 from .schema import Recipe
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""Text from files and command lines -> typed values, by the type a field is declared with.
+"""Text from files and command lines -> typed values, by the type a key is declared with.
 
-Nothing is evaluated. A number is what looks like one *and* is wanted by the field: `1e-4` is a float for a
-float field and stays text for a text field.
+Nothing is evaluated. A number is what looks like one *and* is wanted by the key: `1e-4` becomes a float where
+one is wanted and stays text where text is.
 """
 
 from __future__ import annotations
@@ -10,11 +10,18 @@ import math
 import re
 import types
 import typing
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+from omegaconf import MISSING
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _NUMBER = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # of a JSON escape, or of bytes typed that are not UTF-8
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def looks_typed(text: str) -> bool:
@@ -23,107 +30,88 @@ def looks_typed(text: str) -> bool:
 
 
 def coerce(value: Any, kind: Any) -> Any:
-    """`value` as the annotated type `kind`; a ValueError says what was expected, without the place."""
+    """Convert `value` to the annotated type `kind`; a ValueError says what was expected, without the key."""
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
-    origin = typing.get_origin(kind)
+    if origin is Annotated:
+        return members[1](coerce(value, members[0]))
+    if value == MISSING:
+        raise ValueError(f"needs a value: {describe(kind)}")
     if origin in (typing.Union, types.UnionType):
-        return _coerce_union(value, kind)
+        return _coerce_union(value, kind, members)
     if value is None:
         raise ValueError(f"needs a value: {describe(kind)}")
-    if origin is typing.Literal:
-        for choice in typing.get_args(kind):
-            if value == choice or value == str(choice):
+    if origin in (list, tuple, Sequence):
+        return _coerce_list(value, kind, members or (Any,))
+    text = value if isinstance(value, str) else repr(value)  # a recipe made in code holds typed values
+    if origin is Literal:
+        for choice in members:
+            if text == str(choice):
                 return choice
-    elif origin in (list, tuple, typing.get_origin(typing.Sequence[int])):
-        return _coerce_list(value, kind, origin)
-    elif kind is bool:
-        if isinstance(value, bool):
+    elif kind is bool and text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    elif kind is int and len(text) < 400 and _WHOLE.fullmatch(text):
+        if abs(int(text)) < 2**63:
+            return int(text)
+        raise ValueError(f"expected a whole number below 2^63, found {shown(value)}")
+    elif kind is float and _NUMBER.fullmatch(text):
+        if math.isfinite(float(text)):
+            return float(text)
+        raise ValueError(f"expected a finite number, found {shown(value)}")
+    elif kind is str and isinstance(value, str):
+        if not _SURROGATE.search(value):
             return value
-        if isinstance(value, str) and value.lower() in _WORDS:
-            return _WORDS[value.lower()]
-    elif kind is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, str) and len(value) < 30 and _WHOLE.fullmatch(value):
-            return _storable(int(value))
-    elif kind is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return _finite(float(value))
-        if isinstance(value, str) and _NUMBER.fullmatch(value):
-            return _finite(float(value))
-    elif kind is str:
-        if isinstance(value, str):
-            return _unicode(value)
-    else:
+        raise ValueError(f"expected text in valid Unicode, found {shown(value)}")
+    elif kind not in _NAMES:
         raise ValueError(f"cannot be set from a recipe (its type is {kind})")
     raise ValueError(f"expected {describe(kind)}, found {shown(value)}")
 
 
-def _finite(value: float) -> float:
-    if math.isfinite(value):
-        return value
-    raise ValueError(f"expected a finite number, found {value}")
-
-
-def _storable(value: int) -> int:
-    if abs(value) < 2**63:
-        return value
-    raise ValueError(f"expected a whole number below 2^63, found {value}")
-
-
-def _unicode(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # a JSON escape, or bytes of the command line that are not UTF-8
-        raise ValueError(f"expected text in valid Unicode, found {shown(text)}") from None
-    return text
-
-
-def _coerce_union(value: Any, kind: Any) -> Any:
-    members = typing.get_args(kind)
+def _coerce_union(value: Any, kind: Any, members: tuple[Any, ...]) -> Any:
     if value is None and type(None) in members:
         return None
     others = [member for member in members if member is not type(None)]
+    if len(others) == 1:
+        return coerce(value, others[0])
     for member in others:
-        try:
+        with suppress(ValueError):
             return coerce(value, member)
-        except ValueError as error:
-            if len(others) == 1:
-                raise ValueError(str(error)) from None
     raise ValueError(f"expected {describe(kind)}, found {shown(value)}")
 
 
-def _coerce_list(value: Any, kind: Any, origin: Any) -> Any:
-    if not isinstance(value, (list, tuple)):
+def _coerce_list(value: Any, kind: Any, members: tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
         raise ValueError(f"expected {describe(kind)}, found {shown(value)}; write [a, b]")
-    member, *rest = typing.get_args(kind) or (Any,)
-    if origin is tuple and rest != [...] and len(value) != 1 + len(rest):
-        raise ValueError(f"expected {1 + len(rest)} values, found {len(value)}")
-    fixed = origin is tuple and rest and rest != [...]
-    kinds: list[Any] = [member, *rest] if fixed else [member] * len(value)
-    items = [coerce(item, item_kind) for item, item_kind in zip(value, kinds, strict=True)]
-    return tuple(items) if origin is tuple else items
+    if typing.get_origin(kind) is not tuple:
+        return [coerce(item, members[0]) for item in value]
+    kinds = [members[0]] * len(value) if members[-1] is ... else members
+    if len(value) != len(kinds):
+        raise ValueError(f"expected {len(kinds)} values, found {len(value)}")
+    return tuple(map(coerce, value, kinds))
 
 
 def describe(kind: Any) -> str:
-    """A type in words."""
+    """Describe a type in words."""
+    kind = _bare(kind)
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join("null" if member is type(None) else describe(member) for member in members)
-    if origin is typing.Literal:
+        return " or ".join(map(describe, members))
+    if origin is Literal:
         return "one of " + ", ".join(map(str, members))
-    if origin in (list, tuple):
-        return "a list of " + {int: "whole numbers", float: "numbers", str: "texts"}.get(members[0], "values")
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a table"}
-    return names.get(kind, str(kind))
+    if origin in (list, tuple, Sequence):
+        return f"a list of {_PLURALS.get(_bare(next(iter(members), Any)), 'values')}"
+    return _NAMES.get(kind, str(kind))
+
+
+def _bare(kind: Any) -> Any:
+    """Take the check of an annotated type away."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
 
 
 def shown(value: Any) -> str:
-    """A value as people wrote it, shortened."""
-    if isinstance(value, dict):
-        return "a table"
-    if isinstance(value, (list, tuple)):
-        return "a list"
+    """Repeat a value as people wrote it, shortened."""
+    if isinstance(value, dict | list | tuple):
+        return "a table" if isinstance(value, dict) else "a list"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

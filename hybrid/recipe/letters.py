@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import re
 import typing
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from hybrid import layers
+from hybrid.layers.errors import LayerError, did_you_mean
 
 from .coerce import coerce, shown
 from .pattern import DEFAULT_LETTERS, PatternError, compress, expand
-from .reader import RecipeError
+from .reader import Problem, RecipeError, Tree
 from .schema import ModelSection
+
+_LONG = 2**20
+"""Tokens from which on a state that doubles with the text is one that keeps every token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,217 +30,189 @@ class LayerSpec:
     """An instance of the kind's `Options`; layers of one letter share it."""
 
 
-class Problem(NamedTuple):
-    key: tuple[str, ...]  # below `model`
-    words: str
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """'; did you mean ...?' for an unknown name, or the list of what is known."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known) or 'none'}"
-
-
 def layer_specs(model: ModelSection) -> list[LayerSpec]:
-    """The layers of a model, first to last.
+    """List the layers of a model, first to last.
 
     Raises:
         RecipeError: with everything that is wrong with pattern, depth, letters, kinds and options.
     """
     table = LayerTable(model)
     if table.problems:
-        raise RecipeError([f"model.{'.'.join(key)}: {words}" for key, words in table.problems])
-    return table.specs()
+        raise RecipeError(table.problems)
+    return [table.specs[letter] for letter in table.letters]
 
 
 class LayerTable:
-    """Letters bound to kinds and options, and the pattern in these letters; faults are in `problems`."""
+    """The pattern's letters bound to kinds and options; what is wrong with them is in `problems`."""
 
     def __init__(self, model: ModelSection) -> None:
         self.model = model
         self.problems: list[Problem] = []
-        self.kinds: dict[str, str] = {}
-        self.options: dict[str, Any] = {}
+        self.specs: dict[str, LayerSpec] = {}
+        """By letter, for the letters of the pattern and of `model.layers` that are right."""
         self.used_defaults: set[str] = set()
-        self.own = self._own_letters()
-        self.letters = self._expand()
-        for letter in sorted({*self.letters, *self.own}):
-            self._bind(letter)
+        own = {letter: entry for letter, entry in model.layers.items() if entry is not None}
+        self.letters = self._expand({*DEFAULT_LETTERS, *own})
+        for letter in sorted({*self.letters, *own}):
+            entry = own.get(letter, {})
+            if not re.fullmatch("[A-Z]", letter):
+                self._problem(f"layers.{letter}", "a layer letter is one of A-Z")
+            elif not isinstance(entry, dict):
+                self._problem(f"layers.{letter}", "expected a table such as {kind: kvm, chunk: 256}")
+            else:
+                self._bind(letter, entry)
         self._check_defaults()
         self._check_sites()
 
-    def specs(self) -> list[LayerSpec]:
-        bound = {
-            letter: LayerSpec(letter, self.kinds[letter], self.options[letter])
-            for letter in set(self.letters)
+    def fill(self) -> None:
+        """Write what was found into the model's section: every option, the layers and their count."""
+        self.model.layers = {
+            letter: {"kind": spec.kind, **dataclasses.asdict(spec.options)}
+            for letter, spec in sorted(self.specs.items())
         }
-        return [bound[letter] for letter in self.letters]
+        self.model.defaults = {}
+        self.model.expanded, self.model.depth = self.letters, len(self.letters)
 
-    def complete(self) -> dict[str, dict[str, Any]]:
-        """Letter -> kind and every option, for all letters of the pattern and the table."""
-        return {
-            letter: {"kind": self.kinds[letter], **dataclasses.asdict(options)}
-            for letter, options in sorted(self.options.items())
-        }
+    def sharding_problems(self, ranks: int, tokens: int) -> Iterator[Problem]:
+        """Say why sequences of `tokens` tokens cannot be sharded over `ranks` ranks."""
+        fits = True
+        for letter in dict.fromkeys(self.letters) if ranks > 1 else ():
+            spec = self.specs[letter]
+            try:
+                layers.mixer_class(spec.kind).check_sharding(spec.options, self._site(letter), ranks, tokens)
+            except LayerError as error:
+                fits = False
+                yield Problem("parallel.sequence", f"{ranks} ranks per sequence: {error}")
+        if fits and ranks > 1 and tokens % ranks:
+            words = f"{tokens} tokens (data.context) / {ranks} ranks per sequence does not divide"
+            yield Problem("parallel.sequence", words)
 
-    def _problem(self, words: str, *key: str) -> None:
-        self.problems.append(Problem(key, words))
+    def tbptt_problems(self, chunks: int, tokens: int) -> Iterator[Problem]:
+        """Say which layers keep every token, so that `chunks` chunks of a sequence do not bound memory."""
+        import torch  # the worker processes of `hybrid prepare` read recipes without it
 
-    def _own_letters(self) -> dict[str, dict[str, Any]]:
-        own = {}
-        for letter, entry in self.model.layers.items():
-            if len(letter) != 1 or not "A" <= letter <= "Z":
-                self._problem("a layer letter is one of A-Z", "layers", letter)
-            elif entry is None:
-                continue  # taken out by a file further up
-            elif not isinstance(entry, dict):
-                self._problem("expected a table such as {kind: kvm, chunk: 256}", "layers", letter)
-            else:
-                own[letter] = dict(entry)
-        return own
+        for letter in dict.fromkeys(self.letters) if chunks > 1 else ():
+            spec, site = self.specs[letter], self._site(letter)
+            with torch.device("meta"):
+                mixer = layers.mixer_class(spec.kind)(spec.options, site)
+            if mixer.state_bytes(2 * _LONG) < 1.9 * mixer.state_bytes(_LONG):
+                continue
+            whole, chunk = mixer.state_bytes(tokens), mixer.state_bytes(-(-tokens // chunks))
+            yield Problem(
+                "train.tbptt_chunks",
+                f"is {chunks}, but layer {site.layer} ('{letter}', {spec.kind}) keeps every token: its state "
+                f"has {whole:,} bytes a sequence after data.context {tokens:,} tokens and {chunk:,} after a "
+                "chunk. Chunks bound the memory only where no layer's state grows like the text; allowed "
+                "with this pattern: 1",
+            )
 
-    def _expand(self) -> list[str]:
+    def _problem(self, key: str, words: str) -> None:
+        problem = Problem(f"model.{key}", words)
+        if problem not in self.problems:  # a default is read for every letter
+            self.problems.append(problem)
+
+    def _site(self, letter: str) -> layers.Site:
+        """Name the place of the letter's first layer; of the model's first where the pattern has none."""
+        index = self.letters.index(letter) if letter in self.letters else 0
+        return layers.Site(self.model.hidden_size, index, max(1, len(self.letters)))
+
+    def _expand(self, known: Collection[str]) -> list[str]:
         model = self.model
-        legal = {
-            *DEFAULT_LETTERS,
-            *(letter for letter in self.model.layers if self.model.layers[letter] is not None),
-        }
         try:
-            letters = expand(model.pattern, legal)
+            letters = expand(model.pattern, known)
         except PatternError as error:
-            self._problem(str(error), "pattern")
+            self._problem("pattern", str(error))
             return []
+        has = f"but model.pattern {compress(letters)!r} has {len(letters)}"
         if model.depth is not None and model.depth != len(letters):
-            self._problem(
-                f"says {model.depth} layers, but model.pattern {compress(letters)!r} has {len(letters)}; "
-                "correct one of them (depth: null takes the pattern's)",
-                "depth",
-            )
+            fix = "correct one of them (depth: null takes the pattern's)"
+            self._problem("depth", f"says {model.depth} layers, {has}; {fix}")
         if model.expanded is not None and model.expanded != letters:
-            listed = " ".join(model.expanded[:40])
-            self._problem(
-                f"lists {len(model.expanded)} layers ({listed}), but model.pattern {compress(letters)!r} has "
-                f"{len(letters)}; a saved recipe's pattern changes with model.expanded=null model.depth=null",
-                "expanded",
-            )
+            lists = f"lists {len(model.expanded)} layers ({' '.join(model.expanded[:40])})"
+            fix = "a saved recipe's pattern changes with model.expanded=null model.depth=null"
+            self._problem("expanded", f"{lists}, {has}; {fix}")
         return letters
 
-    def _bind(self, letter: str) -> None:
-        from hybrid.layers import kinds  # imports torch
-
-        entry = dict(self.own.get(letter, {}))
-        kind = entry.pop("kind", None) or DEFAULT_LETTERS.get(letter)
-        key = ("layers", letter)
-        known = kinds()
+    def _bind(self, letter: str, entry: Tree) -> None:
+        key, known = f"layers.{letter}", layers.kinds()
+        kind = entry.get("kind") or DEFAULT_LETTERS.get(letter)
         if kind is None:
-            self._problem(f"needs a kind: {', '.join(known)}", *key)
+            self._problem(key, f"needs a kind: {', '.join(known)}")
         elif not isinstance(kind, str):
-            self._problem(f"expected the name of a kind, found {shown(kind)}", *key, "kind")
+            self._problem(f"{key}.kind", f"expected the name of a kind, found {shown(kind)}")
         elif kind not in known:
             by_default = {kind: f" (letter {letter})" for letter, kind in DEFAULT_LETTERS.items()}
             available = ", ".join(name + by_default.get(name, "") for name in known)
-            what = f"kind {kind!r} is not available{_close(kind, known)}; available: {available}"
-            self._problem(what, *key, *(["kind"] if "kind" in self.own.get(letter, {}) else []))
+            words = f"kind {kind!r} is not available{did_you_mean(kind, known)}; available: {available}"
+            self._problem(f"{key}.kind" if "kind" in entry else key, words)
         else:
-            self.kinds[letter] = kind
-            self._build_options(letter, known[kind].Options, entry)
+            given = {name: value for name, value in entry.items() if name != "kind"}
+            self._build_options(letter, kind, known[kind].Options, given)
 
-    def _build_options(self, letter: str, options: type, entry: dict[str, Any]) -> None:
-        before = len(self.problems)
-        fields = option_types(options)
-        values: dict[str, Any] = {}
-        for name, value in self.model.defaults.items():
-            if name in fields and name not in entry:
-                self.used_defaults.add(name)
-                self._coerce(value, fields[name], values, name, "defaults", name)
-        for name, value in entry.items():
-            if name in fields:
-                self._coerce(value, fields[name], values, name, "layers", letter, name)
-            else:
-                self._problem(
-                    f"{self.kinds[letter]} has no option {name!r}{nearest(name, ['kind', *fields])}",
-                    *("layers", letter, name),
-                )
-        missing = [
+    def _build_options(self, letter: str, kind: str, options: type, given: Tree) -> None:
+        kinds = option_types(options)
+        used = {name: v for name, v in self.model.defaults.items() if name in kinds and name not in given}
+        self.used_defaults |= used.keys()
+        values: Tree = {}
+        for name, value in (used | given).items():
+            key = f"defaults.{name}" if name in used else f"layers.{letter}.{name}"
+            if name not in kinds:
+                self._problem(key, f"{kind} has no option {name!r}{_nearest(name, ['kind', *kinds])}")
+                continue
+            try:
+                values[name] = coerce(value, kinds[name])
+            except ValueError as error:
+                self._problem(key, str(error))
+        required = {
             field.name
             for field in dataclasses.fields(options)
-            if field.init and field.name not in {*values, *entry, *self.model.defaults}
-            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        ]
-        for name in missing:
-            self._problem(f"{self.kinds[letter]} needs a value here", "layers", letter, name)
-        if len(self.problems) > before:
+            if field.init and field.default is field.default_factory is dataclasses.MISSING
+        }
+        for name in sorted(required - (used | given).keys()):
+            self._problem(f"layers.{letter}.{name}", f"{kind} needs a value here")
+        if not values.keys() >= required | used.keys() | given.keys():
             return
         try:
-            self.options[letter] = options(**values)
+            self.specs[letter] = LayerSpec(letter, kind, options(**values))
         except ValueError as error:
-            self._problem(f"({self.kinds[letter]}) {error}", "layers", letter)
-
-    def _coerce(self, value: Any, kind: Any, values: dict[str, Any], name: str, *key: str) -> None:
-        try:
-            values[name] = coerce(value, kind)
-        except ValueError as error:
-            problem = Problem(key, str(error))
-            if problem not in self.problems:
-                self.problems.append(problem)
+            self._problem(f"layers.{letter}", f"({kind}) {error}")
 
     def _check_defaults(self) -> None:
-        """A default that no kind has is a slip of the pen; one for a kind not in this pattern is not."""
-        from hybrid.layers import kinds
-
-        known = {name for mixer in kinds().values() for name in option_types(mixer.Options)}
+        """Refuse a default that no kind has; one for a kind that is not in the pattern may stand."""
+        known = {name for mixer in layers.kinds().values() for name in option_types(mixer.Options)}
         for name in self.model.defaults:
             if name not in known:
-                self._problem(f"no kind of layer has this option{nearest(name, known)}", "defaults", name)
+                self._problem(f"defaults.{name}", f"no kind of layer has this option{_nearest(name, known)}")
 
     def _check_sites(self) -> None:
-        """What the kinds refuse: options that do not fit the hidden size, unequal shared values."""
-        from hybrid.layers import LayerError, Site, mixer_class
-
-        site = Site(self.model.hidden_size, 0, max(1, len(self.letters)))
+        """Refuse what the kinds do: options that do not fit the hidden size, unequal shared values."""
         widths: dict[str, tuple[str, int]] = {}
-        for letter in dict.fromkeys([*self.letters, *self.options]):
-            if letter not in self.options:
-                continue  # said already
-            kind, options = self.kinds[letter], self.options[letter]
-            mixer = mixer_class(kind)
+        for letter in sorted(self.specs, key=lambda letter: self._site(letter).layer):
+            kind, options = self.specs[letter].kind, self.specs[letter].options
+            mixer, site = layers.mixer_class(kind), self._site(letter)
             try:
                 mixer.check(options, site)
                 width = mixer.value_width(options, site)
             except LayerError as error:
-                self._problem(f"({kind}) {error}", "layers", letter)
+                self._problem(f"layers.{letter}", f"({kind}) {error}")
                 continue
             if width is None or letter not in self.letters:
                 continue
             first, expected = widths.setdefault(kind, (letter, width))
             if width != expected:
                 self._problem(
+                    f"layers.{letter}",
                     f"its values are {width} wide, but those of {first}, the first {kind} layer, which "
                     f"all of the kind share, are {expected}; make them equal or switch the sharing off",
-                    *("layers", letter),
                 )
-
-    def sharding_problems(self, size: int, tokens: int) -> list[str]:
-        """Why `size` ranks cannot share sequences of `tokens`, by letter; the table has no faults."""
-        from hybrid.layers import LayerError, Site, mixer_class
-
-        found = []
-        for letter in dict.fromkeys(self.letters):
-            site = Site(self.model.hidden_size, self.letters.index(letter), len(self.letters))
-            try:
-                mixer_class(self.kinds[letter]).check_sharding(self.options[letter], site, size, tokens)
-            except LayerError as error:
-                found.append(f"{size} ranks per sequence: {error}")
-        return found
 
 
 def option_types(options: type) -> dict[str, Any]:
-    """Option name -> declared type."""
+    """Map the names of options to their declared types."""
     hints = typing.get_type_hints(options)
     return {field.name: hints[field.name] for field in dataclasses.fields(options) if field.init}
 
 
-def _close(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def _nearest(name: str, known: Collection[str]) -> str:
+    """Suggest the nearest known name, or list what is known."""
+    return did_you_mean(name, sorted(known)) or f"; known: {', '.join(sorted(known)) or 'none'}"

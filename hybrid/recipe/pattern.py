@@ -9,7 +9,9 @@ between the parts is ignored. What a letter means is the recipe's business (`mod
 
 from __future__ import annotations
 
+import re
 import string
+from collections import deque
 from collections.abc import Collection, Sequence
 from functools import cache
 
@@ -30,21 +32,21 @@ DEFAULT_LETTERS: dict[str, str] = {
 
 MAX_LAYERS = 4096
 _MAX_PERIOD = 256  # compress() looks for repeats of at most this many letters
-_SPACE = " \t\r\n"
+_TOKEN = re.compile(r"[0-9]+|[^ \t\r\n]")
 
 
 class PatternError(UserError):
     """A pattern that cannot be read; the message shows it with a caret under the fault."""
 
     def __init__(self, pattern: str, position: int, problem: str) -> None:
-        shown = "".join(" " if c in _SPACE else c for c in pattern)
+        shown = re.sub(r"[\t\r\n]", " ", pattern)
         start = max(0, position - 60)
         shown, position = shown[start : position + 20], position - start
         super().__init__(f"{problem}\n  {shown}\n  {' ' * position}^")
 
 
 def expand(pattern: str, letters: Collection[str] | None = None) -> list[str]:
-    """The letters of a pattern, one a layer.
+    """List the letters of a pattern, one a layer.
 
     Args:
         pattern: see the grammar above.
@@ -58,42 +60,33 @@ def expand(pattern: str, letters: Collection[str] | None = None) -> list[str]:
         raise PatternError(str(pattern), 0, f"a pattern is text, found {type(pattern).__name__}")
     groups: list[list[str]] = [[]]
     opened: list[int] = []
-    position = _skip_space(pattern, 0)
-    while position < len(pattern):
-        start, char = position, pattern[position]
-        position += 1
-        if char == "(":
+    tokens = deque((match[0], match.start()) for match in _TOKEN.finditer(pattern))
+    while tokens:
+        token, start = tokens.popleft()
+        if token == "(":
             groups.append([])
             opened.append(start)
-            position = _skip_space(pattern, position)
             continue
-        if char == ")":
+        if token == ")":
             if not opened:
                 raise PatternError(pattern, start, "')' closes no group")
-            start = opened.pop()
-            unit = groups.pop()
-            if not unit:
-                raise PatternError(pattern, position - 1, "a group needs at least one letter")
+            if not groups[-1]:
+                raise PatternError(pattern, start, "a group needs at least one letter")
+            start, unit = opened.pop(), groups.pop()
         else:
             _check_letter(pattern, start, letters)
-            unit = [char]
-        count_at = _skip_space(pattern, position)
-        count, position = _read_count(pattern, count_at)
+            unit = [token]
+        count = 1
+        if tokens and tokens[0][0][0] in string.digits:
+            count = _read_count(pattern, *tokens.popleft())
         if len(groups[-1]) + len(unit) * count > MAX_LAYERS:
             raise PatternError(pattern, start, f"the pattern has more than {MAX_LAYERS} layers")
         groups[-1].extend(unit * count)
-        position = _skip_space(pattern, position)
     if opened:
         raise PatternError(pattern, opened[-1], "this group is never closed")
     if not groups[0]:
         raise PatternError(pattern, 0, "the pattern is empty: at least one letter is needed")
     return groups[0]
-
-
-def _skip_space(pattern: str, position: int) -> int:
-    while position < len(pattern) and pattern[position] in _SPACE:
-        position += 1
-    return position
 
 
 def _check_letter(pattern: str, position: int, letters: Collection[str] | None) -> None:
@@ -109,25 +102,17 @@ def _check_letter(pattern: str, position: int, letters: Collection[str] | None) 
         raise PatternError(pattern, position, f"unknown letter {char!r} {where}; {legal}")
 
 
-def _read_count(pattern: str, position: int) -> tuple[int, int]:
-    """The count that starts at `position` (1 if there is none) and the position after it."""
-    end = position
-    while end < len(pattern) and pattern[end] in string.digits:
-        end += 1
-    digits = pattern[position:end]
-    if not digits:
-        return 1, position
+def _read_count(pattern: str, digits: str, position: int) -> int:
     if digits.startswith("0"):
-        raise PatternError(
-            pattern, position, f"a count is 1 or more, without leading zeros, not {digits[:9]}"
-        )
+        words = f"a count is 1 or more, without leading zeros, not {digits[:9]}"
+        raise PatternError(pattern, position, words)
     if len(digits) > len(str(MAX_LAYERS)):
         raise PatternError(pattern, position, f"the pattern has more than {MAX_LAYERS} layers")
-    return int(digits), end
+    return int(digits)
 
 
 def compress(letters: Sequence[str]) -> str:
-    """A short pattern that expands to `letters` (not always the shortest)."""
+    """Write a short pattern that expands to `letters` (not always the shortest)."""
     text = "".join(letters)
     assert len(text) == len(letters), "letters are single characters"
     return _compress(text)
@@ -154,7 +139,7 @@ def _compress(text: str) -> str:
 
 
 def _repeats(text: str, position: int, period: int) -> int:
-    """How often the `period` letters at `position` follow one another."""
+    """Count how often the `period` letters at `position` follow one another."""
     unit = text[position : position + period]
     times = 1
     while text.startswith(unit, position + times * period):

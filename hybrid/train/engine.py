@@ -1,6 +1,6 @@
-"""The DeepSpeed engine with what training needs around it: exact loss weighting, norms, and skipping.
+"""The DeepSpeed engine with what training needs around it: norms, clipping and skipped steps.
 
-Only this file and `masters.py` know DeepSpeed.
+Only this file and `checkpoint/zero_state.py` know DeepSpeed.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybrid.checkpoint.tensor_files import Reader
-from hybrid.distributed.world import TrainError, World
+from hybrid.checkpoint.zero_state import ZeroState
+from hybrid.distributed.world import World
+from hybrid.errors import TrainError
 from hybrid.estimate.memory import LARGEST_BUCKET
+from hybrid.recipe import Geometry
 from hybrid.recipe.schema import Recipe
 
 from . import optimizer
-
-if TYPE_CHECKING:
-    from hybrid.recipe import Geometry
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,19 @@ class Engine:
 
     def __init__(self, model: Any, recipe: Recipe, geometry: Geometry, world: World) -> None:
         """`model` is a HybridLM, or a module with `no_decay()` like its."""
-        import deepspeed
+        import deepspeed  # after `world.start` has set its accelerator
 
-        from hybrid.checkpoint.zero_state import Masters
-
-        self.world = world
-        self.stage = recipe.parallel.zero_stage
-        self._section = recipe.optimizer
+        self.stage, self._section = recipe.parallel.zero_stage, recipe.optimizer
         self._rho = optimizer.width_ratio(recipe.optimizer, recipe.model.hidden_size)
-        self._accumulation = geometry.accumulation * recipe.train.tbptt_chunks
-        self._micro = 0
+        self._passes = geometry.accumulation * recipe.train.tbptt_chunks
+        self._taken = 0
         built = optimizer.build(recipe.optimizer, model.named_parameters(), model.no_decay())
         shapes = _shapes(model)
         config = settings(recipe, geometry, sum(p.numel() for p in model.parameters()), world)
         self.deepspeed, *_ = deepspeed.initialize(
             model=model, optimizer=built, config=config, dist_init_required=False
         )
-        self.masters = Masters(self.deepspeed, shapes, self.stage, world)
+        self.zero_state = ZeroState(self.deepspeed, shapes, self.stage, world)
         if self.stage == 3:
             model.register_state_dict_post_hook(_refuse_partitioned)
         if recipe.train.compile:
@@ -68,33 +64,33 @@ class Engine:
         return self.deepspeed.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
         return self.deepspeed(*args, **kwargs)
 
-    def backward(self, loss: Tensor, *, poisoned: bool = False) -> Update | None:
-        """Take in one micro-batch; at the last of a step update the weights.
+    def backward(self, loss: Tensor, *, poisoned: bool = False) -> None:
+        """Add the gradient of one pass.
 
         Args:
-            loss: scalar, such that the step's gradient is that of the mean over ranks and micro-batches.
+            loss: scalar, such that the step's gradient is that of the mean over ranks and passes.
             poisoned: a rank saw a non-finite loss: make the gradient non-finite too, so that all ranks skip.
-
-        Returns None before the last micro-batch of a step.
         """
-        self._micro += 1
-        self.world.pulse.beat()
         self.deepspeed.backward(loss * math.nan if poisoned else loss)
-        last = self._micro % self._accumulation == 0
-        norm = None
-        if last and self.stage == 0:
+        self._taken += 1
+        if self._taken < self._passes:
+            self.deepspeed.step()  # which only counts
+
+    def step(self) -> Update:
+        """Update the weights after the last pass; without a finite gradient the step is skipped."""
+        assert self._taken == self._passes, f"{self._taken} passes of {self._passes}"
+        self._taken = 0
+        if self.stage == 0:
             norm = self._local_norm()
             self._clip_or_drop(norm)
-        self.deepspeed.step()
-        self.world.pulse.beat()
-        if not last:
-            return None
-        if norm is None:
+            self.deepspeed.step()
+        else:
+            self.deepspeed.step()
             norm = float(self.deepspeed.get_global_grad_norm())
-        skipped = not math.isfinite(norm)
-        clip = self._section.clip
+        skipped, clip = not math.isfinite(norm), self._section.clip
         factor = 0.0 if skipped else min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         return Update(norm, factor, skipped)
 
@@ -106,27 +102,28 @@ class Engine:
     def load(self, folder: Path) -> None:
         """Restore weights and optimizer state from a tag's folder that was found whole, written by any number
         of processes at any ZeRO stage. TrainError when it is of another model."""
-        self.masters.restore(Reader(folder))
+        self.zero_state.restore(Reader(folder))
 
     def close(self) -> None:
         """Take DeepSpeed's hooks off, so that another engine can be made in this process."""
         self.deepspeed.destroy()
 
     def _clip_or_drop(self, norm: float) -> None:
-        """At stage 0 DeepSpeed applies any gradient, nan too; without one the optimizer changes nothing."""
+        """Do what DeepSpeed leaves out at stage 0, where it applies any gradient, nan too; without one the
+        optimizer changes nothing."""
         if not math.isfinite(norm):
             self.deepspeed.zero_grad()
         elif self._section.clip:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self._section.clip, torch.tensor(norm))
 
     def _local_norm(self) -> float:
-        """Norm of the gradient every rank holds whole (stage 0, after the reduction)."""
+        """Compute the norm of the gradient that every rank holds whole (stage 0, after the reduction)."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         return float(nn.utils.get_total_norm(grads)) if grads else 0.0
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of parameters and persistent buffers by name; what several names share stands under its first."""
+    """Map parameters and persistent buffers to shapes; what several names share stands under its first."""
     buffers = dict(model.named_buffers())
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name in model.state_dict(keep_vars=True):
@@ -141,7 +138,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _refuse_partitioned(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """A state dict under ZeRO-3 would be saved as tensors without elements."""
+    """Refuse a state dict under ZeRO-3, which would be saved as tensors without elements."""
     empty = [name for name, value in state.items() if isinstance(value, Tensor) and not value.numel()]
     if empty:
         raise TrainError(
@@ -151,9 +148,9 @@ def _refuse_partitioned(_module: nn.Module, state: dict[str, Any], *_: Any) -> N
 
 
 def settings(recipe: Recipe, geometry: Geometry, parameters: int, world: World) -> dict[str, Any]:
-    """DeepSpeed's configuration; everything it would otherwise choose by itself is said."""
+    """Write DeepSpeed's configuration; everything it would otherwise choose by itself is said."""
     bf16 = recipe.train.precision == "bf16"
-    bucket = max(1, min(parameters, LARGEST_BUCKET))
+    bucket = min(2 * -(-parameters // 2), LARGEST_BUCKET)  # DeepSpeed takes even sizes only
     zero: dict[str, Any] = {"stage": recipe.parallel.zero_stage, "reduce_bucket_size": bucket}
     if recipe.parallel.zero_stage > 0:
         zero |= {"allgather_bucket_size": bucket, "overlap_comm": world.device.type == "cuda"}

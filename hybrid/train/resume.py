@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybrid.checkpoint.tag import Origin, load_weights, newest_weights, tokenizer_of
-from hybrid.distributed.world import TrainError
-from hybrid.recipe.schema import RENAMED, Recipe
+from hybrid.checkpoint.folder import Origin
+from hybrid.checkpoint.run import load_weights, newest_weights, tokenizer_of
+from hybrid.errors import TrainError
+from hybrid.recipe.schema import Recipe, renamed
 
 FIXED = {
     "model": None,
@@ -21,7 +22,7 @@ FIXED = {
     "train": ("batch_size", "tbptt_chunks", "seed", "precision", "z_loss"),
 }
 """Keys that make it another run (None: the whole section)."""
-TOLD = ("optimizer", "schedule", "parallel")
+SHOWN = ("optimizer", "schedule", "parallel")
 """Sections whose other keys may change, which is said on the terminal; of the rest only train.steps changes
 what is learned, as the schedule goes by it. The number of processes may change too: checkpoints do not depend
 on it."""
@@ -30,7 +31,7 @@ PLACES = ("paths", "name")
 
 
 def check(origin: Origin, recipe: Recipe, tokenizer: str, world_size: int) -> list[str]:
-    """Compare a checkpoint's origin with what is to go on from it; returns changes worth telling.
+    """Compare a checkpoint's origin with what is to go on from it; returns the changes to show.
 
     Raises TrainError naming every key that must not change.
     """
@@ -39,22 +40,22 @@ def check(origin: Origin, recipe: Recipe, tokenizer: str, world_size: int) -> li
             f"the checkpoint's tokenizer has fingerprint {origin.tokenizer[:12]}, that of "
             f"{recipe.data.folder} {tokenizer[:12]}: the data was prepared anew with another one"
         )
-    changes = dict(_changes(_renamed(origin.recipe), plain(recipe)))
+    changes = dict(_changes(renamed(origin.recipe), plain(recipe)))
     refused = [text for key, text in changes.items() if _fixed(key)]
     if refused:
         raise TrainError(
             "the recipe differs from the checkpoint's in what cannot change on the way: " + "; ".join(refused)
             + ". Give another train.output, with train.init_from to start from its weights"
         )  # fmt: skip
-    told = [text for key, text in changes.items() if key[0] in TOLD or key[:2] == ("train", "steps")]
+    shown = [text for key, text in changes.items() if key[0] in SHOWN or key[:2] == ("train", "steps")]
     if origin.world_size != world_size:
-        told.append(f"processes: {origin.world_size} -> {world_size}")
-    return told
+        shown.append(f"processes: {origin.world_size} -> {world_size}")
+    return shown
 
 
 def plain(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as JSON would give it back."""
-    return _plain(dataclasses.asdict(recipe))
+    """Convert a recipe to what JSON gives back."""
+    return json.loads(json.dumps(dataclasses.asdict(recipe)))
 
 
 def load_initial(model: nn.Module, path: str, tokenizer: str) -> str:
@@ -67,7 +68,12 @@ def load_initial(model: nn.Module, path: str, tokenizer: str) -> str:
     Raises TrainError listing every missing, unexpected and differently shaped tensor.
     """
     source = newest_weights(path)
-    _same_tokenizer(source, tokenizer)
+    other = tokenizer_of(source)
+    if other not in (None, tokenizer):
+        raise TrainError(
+            f"train.init_from: the weights in {source} were trained with another tokenizer "
+            f"(fingerprint {other[:12]}, this data's is {tokenizer[:12]}): set data.tokenizer to that one"
+        )
     found = load_weights(source)
     wanted = model.state_dict()
     faults = [f"missing: {name}" for name in wanted.keys() - found.keys()]
@@ -85,38 +91,12 @@ def load_initial(model: nn.Module, path: str, tokenizer: str) -> str:
     return f"weights from {source}: {len(found)} tensors copied, none missing, none reshaped"
 
 
-def _same_tokenizer(weights: Path, tokenizer: str) -> None:
-    other = tokenizer_of(weights)
-    if other not in (None, tokenizer):
-        raise TrainError(
-            f"train.init_from: the weights in {weights} were trained with another tokenizer "
-            f"(fingerprint {other[:12]}, this data's is {tokenizer[:12]}): set data.tokenizer to that one"
-        )
-
-
 def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "a scalar"
 
 
-def _renamed(stored: dict[str, Any]) -> dict[str, Any]:
-    """Give the keys of a recipe stored by an earlier version the names they have today."""
-    found = {section: dict(keys) for section, keys in stored.items()}
-    for (section, old), (_, new) in RENAMED.items():
-        if old in found.get(section, {}):
-            found[section][new] = found[section].pop(old)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value
-
-
 def _changes(before: Any, after: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Leaf by leaf `key -> "section.key: old -> new"`."""
+    """List changes leaf by leaf as `key, "section.key: old -> new"`."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name in sorted(before.keys() | after.keys()):
             yield from _changes(before.get(name), after.get(name), (*key, name))

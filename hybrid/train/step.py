@@ -2,149 +2,141 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hybrid.distributed.context_parallel import Piece, SequenceRanks
-from hybrid.distributed.signals import Signals
+from hybrid.data.batch import Batch
+from hybrid.distributed.context_parallel import ALONE, Inputs, SequenceRanks
 from hybrid.distributed.world import World
 from hybrid.model.head import IGNORE
 
+from . import tbptt
 from .engine import Engine, Update
-from .tbptt import Carried, cut
-
-if TYPE_CHECKING:
-    from hybrid.data.batch import Batch
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """What came of a step; equal on all ranks but for `batches`."""
 
     loss: float
-    """Nats per counted token over the whole step."""
+    """Nats per counted token over the whole step; not a number when none is counted."""
     loss_largest: float
     """The largest of the ranks' own means."""
     z: float
     """Mean of logsumexp(logits)^2 per counted token."""
     tokens: int
     """Ids read."""
+    empty: bool
+    """No rank has a counted token: there is nothing to learn, and the weights stay."""
     checksum: int
-    """Of the ids read, whatever rank and micro-batch they were in."""
+    """Sum over the ids read, whatever rank and micro-batch they were in; see `checksum_of`."""
     waited: float
     """Seconds the slowest rank waited for data."""
     bad_ranks: tuple[int, ...]
     """Those with a loss that was not finite."""
     update: Update
-    stop: bool
-    """A rank was asked to save and stop."""
-    save: bool
     batches: list[Batch]
-    """This rank's; whole, also where it has a chunk of them."""
+    """This rank's; whole, also where it has a shard of them."""
 
 
-def take(
-    engine: Engine,
-    world: World,
-    batches: list[Batch],
-    signals: Signals,
-    *,
-    z_loss: float = 0.0,
-    tbptt_chunks: int = 1,
-    waited: float = 0.0,
-    sharing: SequenceRanks | None = None,
-    between: Callable[[int], object] = lambda passes: None,
-) -> Step:
-    """Forward and backward over this rank's micro-batches, and the update.
+class Step:
+    """A step in the making: `forward` and `backward` on every one of `passes` in order, then `update`.
 
     Each rank's and pass's sum of token losses is weighted by (ranks * passes / counted tokens of the step),
     which undoes DeepSpeed's means over both: the gradient is that of one large batch's mean, however the
-    tokens are spread.
-
-    Args:
-        batches: one a micro-batch.
-        z_loss: weight of the mean of logsumexp(logits)^2 in the objective.
-        tbptt_chunks: passes in which a micro-batch is read, see `pieces`.
-        waited: seconds this rank waited for the batches.
-        sharing: the ranks that read the same batches, each to train on its chunk of them.
-        between: called by all ranks after every pass but the last, with the number of passes made.
+    tokens are spread. Every method is called by all ranks.
     """
-    sharing = sharing or SequenceRanks()
-    shares = [sharing.piece(batch) for batch in batches]
-    counted = sum(int((share.labels != IGNORE).sum()) for share in shares)
-    seen = sum(share.ids.numel() for share in shares)
-    facts = world.gather_numbers([counted, seen, signals.stop, signals.save])
-    signals.save = False
-    total = max(1.0, float(facts[:, 0].sum()))
-    checksum = sum(map(checksum_of, batches)) % 2**32 if sharing.main else 0
-    passes = [piece for share in shares for piece in cut(share, tbptt_chunks)]
-    weight, facts_of_rank = world.size * len(passes) / total, (float(checksum), waited)
-    ranks, update = _forward_backward(engine, world, passes, weight, z_loss, facts_of_rank, between)
-    losses = ranks[:, 0]
-    return Step(
-        loss=float(losses.sum()) / total,
-        loss_largest=float((losses / facts[:, 0].clamp(min=1)).max()),
-        z=float(ranks[:, 1].sum()) / total,
-        tokens=int(facts[:, 1].sum()),
-        checksum=int(ranks[:, 2].sum()) % 2**32,
-        waited=float(ranks[:, 3].max()),
-        bad_ranks=tuple((~losses.isfinite()).nonzero().flatten().tolist()),
-        update=update,
-        stop=bool(facts[:, 2].any()),
-        save=bool(facts[:, 3].any()),
-        batches=batches,
-    )
 
+    def __init__(
+        self,
+        engine: Engine,
+        world: World,
+        batches: list[Batch],
+        *,
+        ranks: SequenceRanks = ALONE,
+        z_loss: float = 0.0,
+        tbptt_chunks: int = 1,
+        waited: float = 0.0,
+    ) -> None:
+        """Share out the batches, one a micro-batch.
 
-def _forward_backward(
-    engine: Engine,
-    world: World,
-    passes: list[Piece],
-    weight: float,
-    z_loss: float,
-    facts: tuple[float, ...],
-    between: Callable[[int], object],
-) -> tuple[Tensor, Update]:
-    """Every rank's `[sum of losses, sum of squared logsumexp, *facts]`, and the update."""
-    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-    carried = Carried()
-    for number, piece in enumerate(passes[:-1], 1):
-        engine.backward(_objective(engine, world, piece, carried, z_loss, sums) * weight)
-        between(number)
-    last = _objective(engine, world, passes[-1], carried, z_loss, sums)
-    ranks = world.gather_numbers([*sums.tolist(), *facts])
-    finite = bool(ranks[:, 0].isfinite().all())
-    update = engine.backward(last * weight, poisoned=not finite)
-    assert update is not None, "the engine accumulates another number of passes"
-    return ranks, update
+        Args:
+            ranks: those that read the same batches, each to train on its shard of them.
+            z_loss: weight of the mean of logsumexp(logits)^2 in the objective.
+            tbptt_chunks: passes in which a micro-batch is read.
+            waited: seconds this rank waited for the batches.
+        """
+        self._engine, self._world, self._batches, self._z_loss = engine, world, batches, z_loss
+        shards = [ranks.shard(batch) for batch in batches]
+        counted = sum(int((shard.labels != IGNORE).sum()) for shard in shards)
+        seen = sum(shard.ids.numel() for shard in shards)
+        counts = world.gather_numbers([counted, seen])
+        self._counted, self._seen = counts[:, 0], int(counts[:, 1].sum())
+        self._total = float(self._counted.sum())
+        self._facts = (sum(map(checksum_of, batches)) % 2**32 if ranks.rank == 0 else 0, waited)
+        if not self._total:
+            # The optimizer would still move the weights, by momentum and decay: any loss will do to be made
+            # a non-finite gradient, for which all ranks leave the step out.
+            shards = [shard._replace(labels=shard.ids) for shard in shards]
+        self.passes = [chunk for shard in shards for chunk in tbptt.chunks(shard, tbptt_chunks)]
+        self._passes_left = len(self.passes)
+        self._reader = tbptt.ChunkReader(engine.forward, world.device)
+        self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+        self._of_ranks = torch.zeros(world.size, 4, dtype=torch.float64)
 
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Compute the sum to differentiate of one pass."""
+        out = self._reader.read(inputs, z_loss=self._z_loss)
+        self._sums += torch.stack([out.total.detach(), out.z_total.detach()])
+        return out.total + self._z_loss * out.z_total if self._z_loss else out.total
 
-def _objective(
-    engine: Engine, world: World, piece: Piece, carried: Carried, z_loss: float, sums: Tensor
-) -> Tensor:
-    """The piece's sum to differentiate; adds to the running sums of loss and z."""
-    out = carried.read(engine.forward, piece, world.device, z_loss=z_loss)
-    sums += torch.stack([out.total.detach(), out.z_total.detach()])
-    return out.total + z_loss * out.z_total if z_loss else out.total
+    def backward(self, objective: Tensor) -> None:
+        """Add the gradient of one pass; at the last one all ranks learn each other's losses."""
+        self._passes_left -= 1
+        if not self._passes_left:
+            self._of_ranks = self._world.gather_numbers([*self._sums.tolist(), *self._facts])
+        poisoned = not bool(self._of_ranks[:, 0].isfinite().all())
+        weight = self._world.size * len(self.passes) / max(1.0, self._total)
+        self._engine.backward(objective * weight, poisoned=poisoned or not self._total)
+
+    def update(self) -> StepResult:
+        """Update the weights, unless a loss or the gradient is not finite, or no token is counted."""
+        losses, z, checksums, waited = self._of_ranks.unbind(1)
+        update, total = self._engine.step(), self._total or math.nan
+        empty = not self._total
+        return StepResult(
+            loss=float(losses.sum()) / total,
+            loss_largest=float((losses / self._counted.clamp(min=1)).max()),
+            z=float(z.sum()) / total,
+            tokens=self._seen,
+            empty=empty,
+            checksum=int(checksums.sum()) % 2**32,
+            waited=float(waited.max()),
+            bad_ranks=tuple((~losses.isfinite()).nonzero().flatten().tolist()),
+            update=Update(0.0, 0.0, skipped=True) if empty else update,
+            batches=self._batches,
+        )
+
+    def take(self) -> StepResult:
+        """Do the whole step, with nothing in between."""
+        for inputs in self.passes:
+            self.backward(self.forward(inputs))
+        return self.update()
 
 
 def checksum_of(batch: Batch) -> int:
-    """Sum of the CRC-32s of the stretches of documents in a batch: over a step the same, however its windows
-    are spread over micro-batches and ranks."""
-    return sum(zlib.crc32(part.numpy().tobytes()) for part in _stretches(batch))
-
-
-def _stretches(batch: Batch) -> Iterator[Tensor]:
-    yield from batch.ids.flatten().split([segment.length for segment in batch.segments])
+    """Sum the CRC-32s of the segments of documents in a batch: over a step the same, however its windows are
+    spread over micro-batches and ranks."""
+    segments = batch.ids.flatten().split([segment.length for segment in batch.segments])
+    return sum(zlib.crc32(ids.numpy().tobytes()) for ids in segments)
 
 
 def describe(batch: Batch) -> str:
-    """Where a batch was read from."""
-    pieces = [f"{part.source}[{part.document}] from id {part.offset}" for part in batch.segments]
-    more = f" and {len(pieces) - 4} more" if len(pieces) > 4 else ""
-    return f"the windows from sample {batch.first_sample}, documents {', '.join(pieces[:4])}{more}"
+    """Say where a batch was read from."""
+    found = [f"{segment.source}[{segment.document}] from id {segment.offset}" for segment in batch.segments]
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return f"the windows from sample {batch.first_sample}, documents {', '.join(found[:4])}{more}"

@@ -1,20 +1,26 @@
-"""Loss and bits per byte on held-out text, during training."""
+"""How well the model does: loss and bits per byte on held-out text, and samples at the end."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from hybrid.distributed.context_parallel import whole
+from hybrid.checkpoint.run import load_run
+from hybrid.data.validation import ValidationSet
+from hybrid.distributed.context_parallel import ALONE
 from hybrid.distributed.world import World
+from hybrid.files import write_text
+from hybrid.generate import GenerateError, generate
+from hybrid.recipe.schema import Recipe
 
-from .tbptt import Carried, cut
+from . import tbptt
 
-if TYPE_CHECKING:
-    from hybrid.data.validation import ValidationSet
+TEMPERATURE = 0.8
 
 
 class Score(NamedTuple):
@@ -24,22 +30,48 @@ class Score(NamedTuple):
     """Nats per counted token."""
     bits_per_byte: float
     """Nats of all counted tokens / (ln 2 * UTF-8 bytes of the scored text)."""
-    tokens: int
 
 
 @torch.no_grad()
-def score(model: nn.Module, held_out: ValidationSet, world: World, tbptt_chunks: int = 1) -> Score:
-    """Score the held-out text, every batch read in `tbptt_chunks` pieces; `held_out` gives every rank its own
-    batches, equally many, as a partitioned model (ZeRO-3) needs."""
+def score(
+    model: nn.Module,
+    held_out: ValidationSet,
+    world: World,
+    tbptt_chunks: int = 1,
+    after_batch: Callable[[], None] = lambda: None,
+) -> Score:
+    """Score the held-out text, every batch read in `tbptt_chunks` chunks; `held_out` gives every rank its own
+    batches, equally many, as a partitioned model (ZeRO-3) needs. `after_batch` is called after each."""
     training = model.training
     model.eval()
     nats, tokens = 0.0, 0
     for batch in held_out:
-        carried = Carried()
-        for piece in cut(whole(batch), tbptt_chunks):
-            loss = carried.read(model, piece, world.device)
-            world.pulse.beat("validation")
+        reader = tbptt.ChunkReader(model, world.device)
+        for chunk in tbptt.chunks(ALONE.shard(batch), tbptt_chunks):
+            loss = reader.read(chunk)
+            world.heartbeat.beat("validation")
             nats, tokens = nats + float(loss.total), tokens + int(loss.tokens)
+        after_batch()
     model.train(training)
     nats, counted = world.gather_numbers([nats, tokens]).sum(0).tolist()
-    return Score(nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes), int(counted))
+    return Score(nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes))
+
+
+def write_samples(run: Path, recipe: Recipe, device: torch.device, say: Callable[[str], None]) -> list[str]:
+    """Continue `train.prompts` with the run's saved weights, whole in this process at any ZeRO stage; returns
+    the texts and writes them to samples.txt. What cannot be generated is said."""
+    prompts, length = recipe.train.prompts, recipe.train.sample_tokens
+    if not prompts or not length:
+        return []
+    model, tokenizer, _ = load_run(run)
+    model.to(device).eval()
+    try:
+        found = generate(
+            model, tokenizer, prompts, max_tokens=length, temperature=TEMPERATURE, seed=recipe.train.seed
+        )
+    except GenerateError as error:  # the run is saved and its scores stand, whatever comes of samples
+        say(f"no samples: {error}")
+        return []
+    texts = [prompt + one.text for prompt, one in zip(prompts, found, strict=True)]
+    write_text(run / "samples.txt", "\n\n----\n\n".join(texts) + "\n")
+    return texts

@@ -1,4 +1,4 @@
-"""Reading a folder of vectors: its index files, its cases, their tensors.
+"""A folder of stored vectors: its index files, its cases, their tensors.
 
 `index.json` lists cases of level "core" (the KVM operator) and "model"; `mixers_index.json` has cases of
 other mixers by name, each with a kind. A case is one safetensors file that the index names and describes.
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from hybrid.errors import UserError
@@ -32,7 +35,7 @@ class CaseError(UserError):
 
 @dataclass(frozen=True)
 class Case:
-    """One case: where it lies and its entry of the index."""
+    """Stored case: where it lies and its entry of the index."""
 
     name: str
     folder: Path
@@ -51,10 +54,7 @@ class Case:
         return self.entry["config"]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The case's tensors, which must be those that the index lists."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
+        """Read the case's tensors, which must be those that the index lists."""
         path = self.folder / self.entry["file"]
         try:
             tensors = load_file(path)
@@ -73,7 +73,7 @@ class Case:
 
 
 def read_cases(folder: str | os.PathLike[str]) -> list[Case]:
-    """Every case of the folder's index files. VerifyError without one that is readable."""
+    """List the cases of a folder's index files. VerifyError without an index that is readable."""
     root = Path(folder)
     if not root.is_dir():
         raise VerifyError(f"{root}: no such folder")
@@ -99,5 +99,10 @@ def _entries(index: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def below(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors whose name starts with `prefix`, by the rest of it."""
+    """Select the tensors whose names start with `prefix`, by the rest of the name."""
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+def gradient(leaf: Tensor) -> Tensor:
+    """Return the gradient of a leaf, zeros where nothing reached it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

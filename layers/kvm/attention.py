@@ -1,17 +1,15 @@
 """Key-Value Means attention as a function: exact keys in a window of chunks, everything older in a few slots.
 
-The four steps and where they are:
+`walk` takes four steps for every chunk:
 
-- `routing.route` decides which slot takes each token that leaves the window;
-- `slots.Slots.update` accumulates: it adds a chunk's tokens to their slots;
-- `slots.read` turns the sums into keys and values;
-- `attend`, here, is one softmax of a chunk's queries over [its slots | its window].
+- `route` decides which slot takes each token that leaves the window;
+- `accumulate` adds the chunk's tokens to their slots;
+- `read` turns the sums into keys and values;
+- `attend` is one softmax of the next chunk's queries over [the slots | their window].
 
-Calls of many chunks go through `chunks` to `walk`, which takes the four steps for chunk after chunk; tokens
-of one chunk `enter` the carried state.
+Here a call becomes such a walk: of the rows of a grid of chunks, or of the few tokens of one chunk.
 
-Shapes: B sequences, T tokens, H query heads, G key/value heads, D head size, R grid rows, C tokens of a
-chunk, S slots.
+Shapes: B sequences, T tokens, H query heads, G key/value heads, D head size, S slots.
 """
 
 from __future__ import annotations
@@ -19,25 +17,26 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import LayerError
-from ..softmax import Mask, Part, joined_attention, part_share
+from ..softmax import attention
 from ..softmax.attention import same_dtype
 from ..softmax.grid import ChunkGrid
-from .budget import Budget
-from .chunks import Call, Queries, on_grid
-from .contributions import Norm
-from .enter import enter, taken
-from .routing import Routes, as_routes, first_slots, joined_routes
-from .spec import KVMSpec, Update, updates
+from ..softmax.kernels import choose
+from .chunks import Group, groups, within_chunk
+from .contributions import Norm, Sums, Tokens
+from .routing import Choice, Replay, Routes, as_routes, first_slots, in_time, joined_routes
+from .slots import Slots
+from .spec import Budget, KVMSpec, updates
 from .state import KVMState
+from .walk import Inputs, Plan, Walk, Walked, scaled, walk
 
-__all__ = ["Budget", "KVMSpec", "KVMState", "Routes", "kvm_attention"]
+__all__ = ["Budget", "KVMSpec", "KVMState", "Routes", "advance_state", "kvm_attention"]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -75,7 +74,7 @@ def kvm_attention(
     want_margins: bool = False,
     statistics: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, KVMState | None, Routes]:
-    """Key-Value Means attention (the paper's operator; logits are scaled by 1 / sqrt(D)).
+    """Compute Key-Value Means attention (the paper's operator; logits are scaled by 1 / sqrt(D)).
 
     Args:
         q: queries `[B, T, H, D]`, normalised and rotated.
@@ -106,53 +105,41 @@ def kvm_attention(
             raise LayerError(f"{name} is {tuple(given.shape)}, for q {tuple(q.shape)}: it must be ({size},)")
     q, k, v = same_dtype(q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
-    gate = merge_gate.to(wide) if merge_gate is not None and spec.gated else None
+    front, back = (None if t is None else t.to(wide)[:, None] for t in (front_temperature, state_temperature))
     norm = Norm(norm_weight.to(wide), norm_bias.to(wide))
-    call = Call(spec, norm, 1 / math.sqrt(q.shape[-1]), routes, want_margins, statistics)
-    temperatures = (front_temperature, state_temperature)
-    queries = Queries(q, *(None if t is None else t.to(wide)[:, None] for t in temperatures))
+    call = _Call(spec, norm, front, back, routes, want_margins, statistics)
+    tokens = _tokens(k, v, merge_gate, spec)
     with torch.autocast(q.device.type, enabled=False):
         if lengths:
-            y, made = _packed(call, queries, k, v, gate, lengths)
+            y, made = _packed(call, q, tokens, lengths)
             return y, None, made
-        start = KVMState.empty(k, gate is not None) if state is None else taken(state, k)
-        y, after, made = _sequences(call, queries, k, v, gate, start, want_state)
-    return y, after if want_state else None, made
+        start = KVMState.empty(k, tokens.gate is not None) if state is None else state.take()
+        return _sequences(call, q, tokens, start, want_state)
 
 
-def attend(
-    call: Call,
-    queries: Queries,
+def advance_state(
     k: Tensor,
     v: Tensor,
-    slots: tuple[Tensor, Tensor] | None,
-    parts: list[Part],
-) -> tuple[Tensor, Tensor | None]:
-    """Step 4: one softmax over window keys (`key` 0 of the parts, `query` 0) and slots (`key` 1, `query` 1).
+    merge_gate: Tensor | None,
+    *,
+    spec: KVMSpec,
+    state: KVMState,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    routes: Routes | None = None,
+) -> tuple[KVMState, Routes]:
+    """Take tokens into a state without attending; arguments and results are those of `kvm_attention`."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    call = _Call(spec, Norm(norm_weight.to(wide), norm_bias.to(wide)), replay=routes)
+    with torch.autocast(k.device.type, enabled=False):
+        _, after, made = _sequences(call, None, _tokens(k, v, merge_gate, spec), state.take(), True)
+    assert after is not None
+    return after, made
 
-    Args:
-        k, v: the window's `[rows, tokens, G, D]`.
-        slots: keys and values to read `[rows, G, S, D]`.
 
-    Returns:
-        Heads like the queries `[rows, tokens, H, D]`, and, where statistics are wanted, the attention mass on
-        slots `[rows, tokens, H]`.
-    """
-    keys, values = [k], [v]
-    if slots is not None:
-        keys.append(slots[0].transpose(1, 2))
-        values.append(slots[1].transpose(1, 2))
-    scaled = list(queries.scaled())
-    y, lse = joined_attention(scaled, keys, values, parts, call.scale)
-    if call.statistics is None:
-        return y, None
-    mass = torch.zeros_like(lse)
-    with torch.no_grad():
-        for part in parts:
-            if part.key == 1:
-                share = part_share(scaled, keys, values, part, lse, call.scale)
-                mass[part.q_rows, :, part.q_tokens] = share
-    return y, mass.transpose(1, 2)
+def _tokens(k: Tensor, v: Tensor, gate: Tensor | None, spec: KVMSpec) -> Tokens:
+    wide = torch.promote_types(k.dtype, torch.float32)
+    return Tokens(k, v, gate.to(wide) if gate is not None and spec.gated else None)
 
 
 def _check(
@@ -188,140 +175,112 @@ def _check(
         raise LayerError("merge_gate must be given in all calls of a sequence or in none")
 
 
-# Equal sequences
+@dataclass(frozen=True)
+class _Call:
+    """Settings of one call."""
+
+    spec: KVMSpec
+    norm: Norm
+    front: Tensor | None = None
+    back: Tensor | None = None
+    replay: Routes | None = None
+    margins: bool = False
+    statistics: dict[str, Tensor] | None = None
+
+    def note(self, lengths: Sequence[int], found: Walked | None, grid: ChunkGrid | None) -> None:
+        """Leave statistics of sequences of these lengths; `found`: None where nobody reads slots."""
+        if self.statistics is None:
+            return
+        slots, tokens = (
+            sum(map(count, lengths)) / len(lengths) for count in (self.spec.slots_at, self.spec.coverage)
+        )
+        mass = torch.zeros(1, device=self.norm.weight.device)
+        if found is not None:
+            mass = (1 - torch.exp(found.window - found.lse)).transpose(1, 2)
+        self.statistics["slots"] = torch.tensor(float(slots))
+        self.statistics["tokens_per_slot"] = torch.tensor(tokens / slots)
+        self.statistics["state_mass"] = (mass if grid is None else grid.tokens_of(mass)).mean()
+
+
+def _walked(
+    call: _Call, plan: list[Group], q: Tensor, tokens: Tokens, before: KVMState, starts: list[tuple[int, int]]
+) -> tuple[Walked, Sums, Slots]:
+    """Walk through rows of queries and of keys, from the slots of a state on.
+
+    `starts`: where in given routes each sequence's tokens start. Returns the sums and slots after it, too.
+    """
+    replay = None if call.replay is None else Replay(call.replay, starts)
+    whole = Plan(call.spec, 1 / math.sqrt(q.shape[-1]), choose(q), plan, replay, call.margins)
+    inputs = Inputs(q, *tokens, call.front, call.back, *call.norm)
+    slots = before.slots_for(plan[-1].slots, call.norm, call.spec, tokens.k.dtype)
+    if not torch.is_grad_enabled():
+        return walk(whole, inputs, slots), slots.used(), slots
+    y, slot, founds, margin, window, lse, *sums = Walk.apply(whole, slots, *inputs, *before.sums())
+    return Walked(y, Choice(slot, founds, margin), window, lse), Sums(*sums), slots
 
 
 def _sequences(
-    call: Call,
-    queries: Queries,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    state: KVMState,
-    want_state: bool,
-) -> tuple[Tensor, KVMState, Routes]:
-    chunk = call.spec.chunk
-    room = chunk - state.position % chunk
-    tokens = k.shape[1]
-    if tokens <= room:
-        return _within_chunk(call, queries, k, v, gate, state)
-    if room == chunk:
-        return _whole_chunks(call, queries, k, v, gate, state, want_state)
-    call_head = replace(call, statistics=None)
-    cut = [room, tokens - room]
-    queries, queries_rest = queries.split(cut)
-    (k, k_rest), (v, v_rest) = (x.split(cut, 1) for x in (k, v))
-    gate, gate_rest = (None, None) if gate is None else gate.split(cut, 1)
-    head, state, made = _within_chunk(call_head, queries, k, v, gate, state)
-    rest = queries_rest, k_rest, v_rest, gate_rest
-    tail, state, more = _whole_chunks(call, *rest, state, want_state)
-    return torch.cat((head, tail), 1), state, joined_routes([made, more])
-
-
-def _within_chunk(
-    call: Call, queries: Queries, k: Tensor, v: Tensor, gate: Tensor | None, state: KVMState
-) -> tuple[Tensor, KVMState, Routes]:
-    """A call whose tokens all lie in one chunk, such as a token to decode: no grid, and nothing is padded."""
-    spec, tokens = call.spec, k.shape[1]
-    number = state.position // spec.chunk - spec.window_chunks  # of the update whose slots this chunk reads
-    made = enter(call, state, k, v, gate)
-    held = state.held - tokens
-    parts = [Part(k_tokens=slice(0, held))] if held else []
-    parts.append(Part(k_tokens=slice(held, None), mask=Mask.LOWER))
-    if tokens == 1:
-        parts = [Part()]
-    slots = None
-    if number >= 0:
-        slots = state.read(call.norm, spec, k.dtype)
-        parts.append(Part(query=1, key=1))
-    window = state.tensors()
-    y, mass = attend(call, queries, window["window_k"], window["window_v"], slots, parts)
-    if mass is not None:
-        call.note(state.slots, spec.coverage(state.position), mass)
-    return y, state, made
-
-
-def _whole_chunks(
-    call: Call,
-    queries: Queries,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    state: KVMState,
-    want_state: bool,
-) -> tuple[Tensor, KVMState, Routes]:
-    """A call that starts with a chunk."""
+    call: _Call, q: Tensor | None, new: Tokens, state: KVMState, want_state: bool
+) -> tuple[Tensor, KVMState | None, Routes]:
+    """Walk through equal sequences, which go on from `state`; q None: without attending."""
     spec, position = call.spec, state.position
-    batch, tokens = k.shape[:2]
-    window = state.tensors()
-    grid = ChunkGrid.equal(batch, tokens, spec.chunk, position, state.held // spec.chunk)
-    if state.held:
-        k, v = torch.cat((window["window_k"], k), 1), torch.cat((window["window_v"], v), 1)
-        gate = None if gate is None else torch.cat((window["window_gate"], gate), 1)
-    # While the window still holds the first chunk, the initial state is made again from there.
-    first = grid.spans[0].first - spec.window_chunks
-    base = state.sums() if first > 0 else None
-    last = grid.spans[0].end - 1 - spec.window_chunks
-    steps = updates(spec, [max(last, 0)] * batch, max(first, 0), state.slots if first > 0 else 0)
-    starts = [(b, 0) for b in range(batch)]
-    y, choice, sums = on_grid(call, grid, queries, k, v, gate, steps, base, starts)
-    seen = 1 if position and first <= 0 else 0  # the initial state's routes belong to an earlier call
-    order = [[u * batch + b for u in range(seen, len(steps))] for b in range(batch)]
-    made = as_routes(choice, (steps[0].number + seen) * spec.chunk, order)
-    after = state
-    if want_state:
-        kept = position + tokens - spec.window_start(position + tokens)
-        held = [None if x is None else _last(x, kept) for x in (k, v, gate)]
-        after = KVMState(position + tokens, steps[-1].after, kept, *sums, *held)
-    return y, after, made
+    batch, count = new.k.shape[:2]
+    end = position + count
+    within = position % spec.chunk + count <= spec.chunk
+    tokens = state.followed_by(new, in_place=within)
+    grid, before, rows = None, state, tokens
+    if within:
+        plan = [within_chunk(spec, batch, position, count, state.slots)]
+    else:
+        grid = ChunkGrid.equal(batch, count, spec.chunk, position, state.held // spec.chunk)
+        first = spec.window_start(position) // spec.chunk
+        if first == 0:  # the window still holds the first chunk: the initial state is made again from there
+            before = KVMState.empty(new.k, spec.gated)
+        steps = updates(spec, [grid.spans[0].end - 1 - spec.window_chunks] * batch, first, before.slots)
+        plan, rows = groups(spec, grid, steps, new.k.device), tokens.map(grid.keys)
+        q = None if q is None else grid.queries(q)
+    if q is None:
+        plan = [group.without_queries() for group in plan]
+    q_rows = rows.k[:0] if q is None else q
+    found, sums, slots = _walked(call, plan, q_rows, rows, before, [(b, 0) for b in range(batch)])
+    y, choice = found.y, found.choice
+    if grid is not None:
+        choice = in_time(choice, steps, range(batch), spec.coverage(position) - first * spec.chunk)
+        y = y if q is None else grid.tokens_of(y)
+    routes = as_routes(choice, spec.coverage(position))
+    call.note([end], found, grid)
+    if not want_state:
+        return y, None, routes
+    kept = end - spec.window_start(end)
+    after = KVMState(end, slots.count, kept, *sums, *state.last_tokens(tokens, kept))
+    if not torch.is_grad_enabled():
+        after._slots, after._window = slots, state._window
+    return y, after, routes
 
 
-def _last(x: Tensor, count: int) -> Tensor:
-    """The last `count` tokens of `[B, T, ...]`, not keeping the others' memory."""
-    return x[:, x.shape[1] - count :].clone()
-
-
-# Packed documents
-
-
-def _packed(
-    call: Call, queries: Queries, k: Tensor, v: Tensor, gate: Tensor | None, lengths: Sequence[int]
-) -> tuple[Tensor, Routes]:
+def _packed(call: _Call, q: Tensor, tokens: Tokens, lengths: Sequence[int]) -> tuple[Tensor, Routes]:
     """Documents longer than their window share a grid; the others are plain causal attention."""
-    spec = call.spec
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    absorbed = [spec.coverage(length) for length in lengths]
-    long = [i for i, length in enumerate(lengths) if length > spec.window_chunks * spec.chunk]
+    spec, every = call.spec, range(len(lengths))
+    covered = [spec.coverage(length) for length in lengths]
+    long = [i for i in every if lengths[i] > spec.window_chunks * spec.chunk]
     long.sort(key=lambda i: -(-lengths[i] // spec.chunk), reverse=True)
     y: dict[int, Tensor] = {}
     made: dict[int, Routes] = {}
+    found = grid = None
     if long:
         own_lengths = [lengths[i] for i in long]
-        grid = ChunkGrid.packed([starts[i] for i in long], own_lengths, spec.chunk, k.device)
+        grid = ChunkGrid.packed([sum(lengths[:i]) for i in long], own_lengths, spec.chunk, q.device)
         steps = updates(spec, [span.end - 1 - spec.window_chunks for span in grid.spans])
-        places = [(0, sum(absorbed[:i])) for i in long]
-        heads, choice, _ = on_grid(call, grid, queries, k, v, gate, steps, None, places)
-        for place, (i, piece) in enumerate(zip(long, heads.split(own_lengths, 1), strict=True)):
-            y[i], made[i] = piece, as_routes(choice, 0, [_rows_of(steps, place)])
-    if len(long) < len(lengths):
-        own_queries = queries.split(lengths)
-        pieces = zip(*(x.split(list(lengths), 1) for x in (k, v)), strict=True)
-        for i, (own_k, own_v) in enumerate(pieces):
-            if i not in y:
-                y[i], _ = attend(call, own_queries[i], own_k, own_v, None, [Part(mask=Mask.LOWER)])
-                first = own_k[:, : absorbed[i]].detach().transpose(1, 2)
-                made[i] = as_routes(first_slots(first, margins=call.margins), 0)
-    if not long and call.statistics is not None:
-        call.note(sum(absorbed) / len(lengths), sum(absorbed) / len(lengths), k.new_zeros(1))
-    order = range(len(lengths))
-    return torch.cat([y[i] for i in order], 1), joined_routes([made[i] for i in order])
-
-
-def _rows_of(steps: Sequence[Update], sequence: int) -> list[int]:
-    """The rows of one sequence, in time."""
-    found, row = [], 0
-    for step in steps:
-        if sequence < step.sequences:
-            found.append(row + sequence)
-        row += step.sequences
-    return found
+        empty = KVMState.empty(tokens.k.expand(len(long), -1, -1, -1), spec.gated)
+        plan, starts = groups(spec, grid, steps, q.device), [(0, sum(covered[:i])) for i in long]
+        found, _, _ = _walked(call, plan, grid.queries(q), tokens.map(grid.keys), empty, starts)
+        y = dict(zip(long, grid.tokens_of(found.y).split(own_lengths, 1), strict=True))
+        made = {i: as_routes(in_time(found.choice, steps, [place]), 0) for place, i in enumerate(long)}
+    documents = zip(scaled(q, call.front).split(list(lengths), 1), tokens.split(lengths), strict=True)
+    for i, (own_q, own) in enumerate(documents):
+        if i not in y:
+            y[i], _ = attention(own_q, own.k, own.v, causal=True)
+            first = own.k[:, : covered[i]].detach().transpose(1, 2)
+            made[i] = as_routes(first_slots(first, margins=call.margins), 0)
+    call.note([lengths[i] for i in long or every], found, grid)
+    return torch.cat([y[i] for i in every], 1), joined_routes([made[i] for i in every])

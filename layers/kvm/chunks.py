@@ -1,119 +1,156 @@
-"""KVM attention for many chunks at once, on a grid of chunks.
-
-Shapes: R grid rows of queries, or rows entering the state (ordered by update, then by sequence), C tokens of
-a chunk, H query heads, G key/value heads, S slots, D head size.
-"""
+"""Which chunks of a call are worked on together: the plan that `walk` follows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..errors import LayerError
-from ..softmax.grid import ChunkGrid
-from ..softmax.kernels import choose
-from .contributions import Norm, Sums
-from .groups import groups
-from .operands import Operands, Plan, Queries
-from .routing import Choice, Routes, first_slots, route
+from ..softmax import ALL, Mask, Part
+from ..softmax.grid import ChunkGrid, rows
+from ..softmax.joined import Rows
 from .spec import KVMSpec, Update
-from .walk import Walk
+
+GROUP_CHUNKS = 4
+"""Updates in a group, at least: few, as caches are small. But a group has as many tokens of each sequence as
+there are slots, as the slots before each group are kept for the backward."""
+
+
+class Chunk(NamedTuple):
+    """One turn of the walk: what enters the slots, and who reads them then."""
+
+    update: Update | None
+    """None: nothing enters."""
+    readers: slice | None
+    """Rows of the group's queries; None: nobody reads."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """What one call of the operator needs everywhere."""
+class Group:
+    """Successive chunks whose queries attend to their windows all at once.
 
-    spec: KVMSpec
-    norm: Norm
-    scale: float
-    replay: Routes | None
-    margins: bool
-    statistics: dict[str, Tensor] | None
-
-    def note(self, slots: float, tokens: float, mass: Tensor) -> None:
-        """Statistics of a sequence with so many slots, which hold so many tokens; `mass`: on slots, one entry
-        for each query."""
-        if self.statistics is not None:
-            self.statistics["slots"] = torch.tensor(float(slots))
-            self.statistics["tokens_per_slot"] = torch.tensor(tokens / slots)
-            self.statistics["state_mass"] = mass.mean()
-
-
-def on_grid(
-    call: Call,
-    grid: ChunkGrid,
-    queries: Queries,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    steps: list[Update],
-    base: Sums | None,
-    starts: list[tuple[int, int]],
-) -> tuple[Tensor, Choice, Sums]:
-    """All four steps for the chunks of a grid.
-
-    Args:
-        k, v, gate: by token, including those held from earlier calls.
-        steps: the updates to make; one at least.
-        base: slots before the first of them.
-        starts: where in given routes each sequence's tokens start.
-
-    Returns:
-        Heads by token `[B, T, H, D]`, the choices for the tokens that entered, and the slots after the last
-        step (of the sequences that take part in it).
+    Inside a group, rows are ordered by chunk, then by sequence. So the rows that belong together follow each
+    other, and few of them need copying.
     """
-    spec = call.spec
-    q, k, v = grid.queries(queries.q), grid.keys(k), grid.keys(v)
-    gate = None if gate is None else grid.keys(gate)
-    walk = groups(spec, grid, steps, k.device)
-    differentiable, statistics = torch.is_grad_enabled(), call.statistics is not None
-    decided = partial(decide, call, starts)
-    plan = Plan(spec, call.scale, choose(q), walk, differentiable, statistics, decided)
-    operands = Operands(q, k, v, gate, queries.front, queries.back, *call.norm)
-    before = (None, None, None) if base is None else base
-    y, slot, founds, margin, window, whole, *last = Walk.apply(plan, *operands, *before)
-    if call.statistics is not None:
-        mass = grid.tokens_of((1 - torch.exp(window - whole)).transpose(1, 2))
-        numbers = [max(s.end - 1 - spec.window_chunks, 0) for s in grid.spans]
-        after = {step.number: step.after for step in steps}
-        slots = sum(after[number] for number in numbers)
-        call.note(slots / len(numbers), sum(n + 1 for n in numbers) * spec.chunk / len(numbers), mass)
-    return grid.tokens_of(y), Choice(slot, founds, margin), Sums(*last)
+
+    chunks: list[Chunk]
+    entering: Rows
+    """Rows of keys that enter the state, in the order of updates."""
+    entering_tokens: slice
+    """Which of their tokens do."""
+    queries: Rows
+    """Rows of queries."""
+    keys: Rows
+    """Rows of keys: the queries' windows."""
+    window: list[Part]
+    """The group's queries over its keys."""
+
+    @property
+    def updates(self) -> list[Update]:
+        return [chunk.update for chunk in self.chunks if chunk.update is not None]
+
+    @property
+    def slots(self) -> int:
+        """After its last update; 0 where it has none."""
+        return self.updates[-1].after if self.updates else 0
+
+    def without_queries(self) -> Group:
+        """Keep only what enters the state."""
+        chunks = [chunk._replace(readers=None) for chunk in self.chunks]
+        return replace(self, chunks=chunks, queries=slice(0, 0), keys=slice(0, 0), window=[])
 
 
-@torch.no_grad()
-def decide(
-    call: Call,
-    starts: list[tuple[int, int]],
-    keys: Tensor,
-    gate: Tensor | None,
-    old: Tensor,
-    step: Update,
-) -> Choice:
-    """Where one update's tokens go: routed, or as given (their `starts` are those of `on_grid`).
+def within_chunk(spec: KVMSpec, batch: int, position: int, tokens: int, slots: int) -> Group:
+    """Plan a call at `position` whose tokens all lie in one chunk, such as a token to decode.
 
-    Other arguments are those of `route`.
+    Its rows are whole sequences: of queries the new tokens, of keys those held in the window and the new
+    ones. So nothing is padded.
     """
-    if step.number == 0:
-        return first_slots(keys, margins=call.margins and call.replay is None)
-    if call.replay is None:
-        return route(keys, gate, old, step, call.spec, call.norm, call.margins)
-    first = step.number * call.spec.chunk
-    given = [_given(call.replay, b, start + first, call.spec.chunk) for b, start in starts[: step.sequences]]
-    return Choice(torch.cat([c.slot for c in given]), torch.cat([c.founds for c in given]))
+    held = position - spec.window_start(position)
+    gone = spec.window_start(position + tokens) - spec.window_start(position)
+    number = position // spec.chunk - spec.window_chunks  # of the update whose slots the queries read
+    every = slice(0, batch)
+    update, entering, of_row = None, slice(0, 0), slice(0, spec.chunk)
+    if position < spec.chunk:
+        update, entering = Update(0, batch, position, position + tokens), every
+        of_row = slice(held, held + tokens)
+    elif gone and number > 0:
+        update, entering = Update(number, batch, slots, spec.growth(slots, number)), every
+    window = [Part(k_tokens=slice(gone, held))] if held > gone else []
+    window.append(Part(k_tokens=slice(held, None), mask=Mask.LOWER))
+    if tokens == 1:
+        window = [Part(k_tokens=slice(gone, None))]
+    chunk = Chunk(update, every if number >= 0 else None)
+    return Group([chunk], entering, of_row, every, every, window)
 
 
-def _given(routes: Routes, batch_row: int, position: int, count: int) -> Choice:
-    """Given routes of `count` tokens from absolute `position` on."""
-    begin = position - routes.first
-    if begin < 0 or begin + count > routes.slot.shape[2]:
-        raise LayerError(
-            f"the given routes are for {routes.slot.shape[2]} tokens from {routes.first} on; "
-            f"this call needs them for {count} from {position} on"
+def groups(spec: KVMSpec, grid: ChunkGrid, updates: Sequence[Update], device: torch.device) -> list[Group]:
+    """Plan a call on a grid: every chunk of queries and every update is in one group."""
+    spans, window = grid.spans, spec.window_chunks
+    found, start = [], spans[0].first
+    for bundle in _bundles(updates, spec.chunk):
+        end = min(bundle[-1].number + window + 1, spans[0].end)
+        oldest = max(start + 1 - window, spans[0].first - spans[0].held)
+        queries, keys = _Rows(grid, start, end), _Rows(grid, oldest, end)
+        chunks = [Chunk(update, queries.of(update.number + window)) for update in bundle]
+        if bundle[0].number + window > start >= window:  # the slots before the first update are read, too
+            chunks.insert(0, Chunk(None, queries.of(start)))
+        entering = [spans[b].key(update.number) for update in bundle for b in range(update.sequences)]
+        found.append(
+            Group(
+                chunks,
+                rows(entering, device),
+                ALL,
+                rows([spans[b].query(c) for c, b in queries.places], device),
+                rows([spans[b].key(c) for c, b in keys.places], device),
+                _window_parts(queries, keys, window, device),
+            )
         )
-    span = (slice(batch_row, batch_row + 1), slice(None), slice(begin, begin + count))
-    return Choice(routes.slot[span].long(), routes.founds[span])
+        start = end
+    return found
+
+
+class _Rows:
+    """Chunks `start` to `end` of all sequences, by chunk, then by sequence: the first ones last longest."""
+
+    def __init__(self, grid: ChunkGrid, start: int, end: int) -> None:
+        counts = [sum(c < span.end for span in grid.spans) for c in range(start, end)]
+        self.start, self.end = start, end
+        self.before = list(accumulate(counts, initial=0))
+        self.places = [(c, b) for c, count in enumerate(counts, start) for b in range(count)]
+
+    def row(self, chunk: int, sequence: int) -> int:
+        return self.before[chunk - self.start] + sequence
+
+    def of(self, chunk: int) -> slice | None:
+        """Find the rows of one chunk; None where no sequence has it here."""
+        if not self.start <= chunk < self.end:
+            return None
+        return slice(self.before[chunk - self.start], self.before[chunk - self.start + 1])
+
+
+def _bundles(updates: Sequence[Update], chunk: int) -> list[list[Update]]:
+    """Cut the updates into those of one group each."""
+    bundles: list[list[Update]] = []
+    for update in updates:
+        if not bundles or len(bundles[-1]) >= max(GROUP_CHUNKS, update.after // chunk):
+            bundles.append([])
+        bundles[-1].append(update)
+    return bundles
+
+
+def _window_parts(queries: _Rows, keys: _Rows, window: int, device: torch.device) -> list[Part]:
+    """Let every chunk see itself, causally, and the `window - 1` chunks before it."""
+    parts = []
+    for back in range(window):
+        seen = [
+            (i, keys.row(c - back, b)) for i, (c, b) in enumerate(queries.places) if c - back >= keys.start
+        ]
+        if not seen:
+            break
+        q_rows, k_rows = (rows(numbers, device) for numbers in zip(*seen, strict=True))
+        parts.append(Part(q_rows, k_rows=k_rows, mask=Mask.FULL if back else Mask.LOWER))
+    return parts

@@ -11,75 +11,56 @@ Shapes: B sequences, t tokens of a rank's chunk, H query heads, G key/value head
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..context_parallel import SequenceShard
 from ..parameters import always_used
-from .attention import KVMSpec, KVMState, Routes, kvm_attention
-from .enter import read_on
-
-
-class Tokens(NamedTuple):
-    """Of one call: queries `[B, t, H, D]`, keys and values `[B, t, G, D]`, gates `[B, t, G]` or None."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor | None
-
-    def split(self, lengths: Sequence[int]) -> list[Tokens]:
-        gates = [None] * len(lengths) if self.gate is None else self.gate.split(list(lengths), 1)
-        parts = (x.split(list(lengths), 1) for x in self[:3])
-        return [Tokens(*some) for some in zip(*parts, gates, strict=True)]
+from .attention import KVMSpec, KVMState, Routes, advance_state, kvm_attention
+from .contributions import Tokens
 
 
 def handed_numbers(spec: KVMSpec, position: int, batch: int, heads: int, size: int) -> int:
-    """Numbers that are handed on after `position` tokens at most: slots, window and its gates."""
+    """Count the numbers that are handed on after `position` tokens at most: slots, window and its gates."""
     slots = heads * (2 * size + 1) * spec.slots_at(position)
     window = heads * (2 * size + int(spec.gated)) * min(position, spec.window_chunks * spec.chunk)
     return batch * (slots + window)
 
 
-def cut_attention(
-    tokens: Tokens, shard: SequenceShard, spec: KVMSpec, *, routes: list[Routes] | None, **settings: Any
+def sharded_attention(
+    q: Tensor,
+    tokens: Tokens,
+    shard: SequenceShard,
+    spec: KVMSpec,
+    routes: list[Routes] | None,
+    **settings: Any,
 ) -> tuple[Tensor, list[Routes]]:
-    """`kvm_attention` for this rank's chunk.
+    """Run `kvm_attention`, with its `settings`, for this rank's share `[B, t, H, D]` of a sequence.
 
-    Args:
-        routes: decisions to replay, as an earlier call returned them.
-        settings: of `kvm_attention`.
-
-    Returns:
-        `[B, t, H, D]`, and the decisions: one entry for each call that was made.
+    `routes`: decisions to replay, as an earlier call returned them: one entry for each call of the operator.
     """
     replay = list(routes or [])
-    pieces = list(shard.lengths or (shard.length,))
-    calls: list[list[int]] = []
+    segments = shard.lengths or (shard.length,)
     hands_on = shard.rank + 1 < shard.size and shard.segments[shard.rank + 1].carried > 0
-    # The first piece has a state, the last one leaves one, those between are documents of their own.
-    alone = {0} if shard.continues else set()
-    alone |= {len(pieces) - 1} if hands_on else set()
-    for index, length in enumerate(pieces):
-        if calls and index not in alone and index - 1 not in alone:
-            calls[-1].append(length)
-        else:
-            calls.append([length])
-    parts = tokens.split([sum(lengths) for lengths in calls])
+    # The first segment may have a state, the last one leave one; those between are documents of their own.
+    begin = int(shard.continues)
+    end = max(begin, len(segments) - int(hands_on))
+    calls = [lengths for lengths in (segments[:begin], segments[begin:end], segments[end:]) if lengths]
+    sizes = [sum(lengths) for lengths in calls]
+    parts = tokens.split(sizes)
 
     state, last, handed = _pass_on(parts[-1], shard, spec, hands_on, len(calls) == 1, replay[-1:], settings)
+    own_q = list(q.split(sizes, 1))
+    # After the attention's backward, as that is when the states' gradients may be waited for.
+    own_q[0] = always_used(own_q[0], last)
     outputs, made = [], []
     for index, (part, lengths) in enumerate(zip(parts, calls, strict=True)):
         known = handed if index == len(calls) - 1 and handed else replay[index] if replay else None
-        start = state if index == 0 else None
-        # After the attention's backward, as that is when the states' gradients may be waited for.
-        q = always_used(part.q, last) if index == 0 else part.q
         y, _, own = kvm_attention(
-            q, *part[1:], spec=spec, state=start, lengths=lengths if len(lengths) > 1 else (), routes=known,
-            want_state=False, **settings,
+            own_q[index], *part, spec=spec, state=state if index == 0 else None, routes=known,
+            lengths=lengths if len(lengths) > 1 else (), want_state=False, **settings,
         )  # fmt: skip
         outputs.append(y)
         made.append(known or own)
@@ -95,9 +76,9 @@ def _pass_on(
     replay: list[Routes],
     settings: dict[str, Any],
 ) -> tuple[KVMState | None, Tensor, Routes | None]:
-    """Get the state from the rank before, read this rank's last piece, and hand its state on.
+    """Get the state from the rank before, take in this rank's last segment, and hand its state on.
 
-    `same`: the last piece is also the first one, which the state got is for. Returns that state (None where
+    `same`: the last segment is also the first one, which the state got is for. Returns that state (None where
     this rank begins with a document), the last exchange's result, and the decisions made.
     """
     batch, _, heads, size = tokens.k.shape
@@ -110,8 +91,8 @@ def _pass_on(
     for step in range(shard.size - 1):
         if step == shard.rank and hands_on:
             begin = state.fork() if state is not None and same else KVMState.empty(tokens.k, spec.gated)
-            after, made = read_on(
-                *tokens[1:], spec=spec, state=begin, routes=replay[0] if replay else None,
+            after, made = advance_state(
+                *tokens, spec=spec, state=begin, routes=replay[0] if replay else None,
                 norm_weight=settings["norm_weight"], norm_bias=settings["norm_bias"],
             )  # fmt: skip
             moving = always_used(_packed(after, wide), moving)  # even where a document begins here
@@ -133,7 +114,7 @@ def _packed(state: KVMState, dtype: torch.dtype) -> Tensor:
 
 
 def _unpacked(numbers: Tensor, like: Tensor, spec: KVMSpec, position: int) -> KVMState:
-    """The state after `position` tokens, for keys as `like` `[B, *, G, D]`."""
+    """Rebuild the state after `position` tokens, for keys like `like` `[B, *, G, D]`."""
     batch, _, heads, size = like.shape
     slots, held = spec.slots_at(position), position - spec.window_start(position)
     shapes: list[tuple[int, ...]] = [(batch, heads, slots, n) for n in (size, size, 1)]

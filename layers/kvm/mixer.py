@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from ..norms import LayerNorm, compute_dtype
 from ..parameters import always_used, initialise, ordered_gradients
 from ..projections import Projected, ProjectedMixer, ProjectedState
 from ..registry import register
-from .attention import KVMSpec, KVMState, kvm_attention
-from .budget import MODES, Budget
-from .hand_off import Tokens, cut_attention, handed_numbers
+from .attention import Budget, KVMSpec, KVMState, kvm_attention
+from .contributions import Tokens
+from .hand_off import handed_numbers, sharded_attention
+from .spec import Update, updates
 
 
 @dataclass
@@ -63,16 +63,8 @@ class KVMOptions(ProjectionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.budget in MODES, "budget", self.budget, ", ".join(MODES))
-        for name in ("budget_minimum", "budget_saturation", "budget_round"):
+        for name in ("budget_minimum", "budget_saturation"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "a whole number of 1 or more")
-        cap = self.budget_max_chunks
-        require(
-            cap is None or is_count(cap), "budget_max_chunks", cap, "a whole number of 1 or more, or null"
-        )
-        factor, exponent = self.budget_factor, self.budget_exponent
-        require(_number(factor) and factor > 0, "budget_factor", factor, "a number above 0")
-        require(_number(exponent) and 0 <= exponent <= 1, "budget_exponent", exponent, "a number from 0 to 1")
         for name in ("gate_keys", "gate_values", "gate_appends", "gate_initial", "temperatures"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "true, false")
@@ -80,32 +72,14 @@ class KVMOptions(ProjectionOptions):
         self.spec(2)  # checks the rest
 
     def spec(self, rotary_dim: int) -> KVMSpec:
-        """The operator's settings."""
+        """Make the operator's settings."""
         budget = Budget(
-            mode=self.budget,
-            minimum=self.budget_minimum,
-            factor=self.budget_factor,
-            exponent=self.budget_exponent,
-            saturation=self.budget_saturation,
-            round_to=self.budget_round,
-            max_chunks=self.budget_max_chunks,
-        )
-        return KVMSpec(
-            chunk=self.chunk,
-            window_chunks=self.window_chunks,
-            rotary_dim=rotary_dim,
-            sinks=self.sinks,
-            budget=budget,
-            gate_keys=self.gate_keys,
-            gate_values=self.gate_values,
-            gate_appends=self.gate_appends,
-            gate_initial=self.gate_initial,
-            values=self.values,
-        )
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            self.budget, self.budget_minimum, self.budget_factor, self.budget_exponent,
+            self.budget_saturation, self.budget_round, self.budget_max_chunks,
+        )  # fmt: skip
+        same = {field.name for field in fields(KVMSpec)} - {"rotary_dim", "budget"}
+        settings = {name: getattr(self, name) for name in same}
+        return KVMSpec(rotary_dim=rotary_dim, budget=budget, **settings)
 
 
 @dataclass
@@ -151,12 +125,12 @@ class KVM(ProjectedMixer):
             initialise(self.state_head_temp, nn.init.ones_)
 
     def gates(self, x: Tensor, context: Context) -> Tensor | None:
-        """Logits of the merge gate."""
+        """Compute the merge gate's logits."""
         if not self.spec.gated:
             return None
         logits = self.merge_gate(x)
         if context.statistics is not None:
-            mean, deviation = _spread(_gate(logits.detach()), context.shard)
+            mean, deviation = _spread(positive_gate(logits.detach()), context.shard)
             context.statistics.update(self._named({"gate_mean": mean, "gate_std": deviation}))
         return logits
 
@@ -164,7 +138,7 @@ class KVM(ProjectedMixer):
         self, heads: Projected, context: Context, state: KVMLayerState | None
     ) -> tuple[Tensor, KVMLayerState | None]:
         q, k, v, shift, logits = heads
-        gate = None if logits is None else _gate(logits)
+        gate = None if logits is None else positive_gate(logits)
         layer, routes = self.site.layer, context.routes
         statistics: dict[str, Tensor] | None = None if context.statistics is None else {}
         # Ranks that hand on a state use them in other places than those that do not.
@@ -182,8 +156,8 @@ class KVM(ProjectedMixer):
         }
         operator: KVMState | None = None
         made: Any
-        if context.shard is not None and not self._by_heads(context):
-            y, made = cut_attention(Tokens(q, k, v, gate), context.shard, **settings)
+        if context.shard is not None and self.trading(context) is None:
+            y, made = sharded_attention(q, Tokens(k, v, gate), context.shard, **settings)
         else:
             settings |= {"lengths": context.row_lengths, "want_state": context.want_state}
             start = None if state is None else state.operator
@@ -214,13 +188,13 @@ class KVM(ProjectedMixer):
                 f"layer {site.layer} ({cls.kind}): {tokens} tokens do not divide over {size} ranks"
             )
 
-    def _by_heads(self, context: Context) -> bool:
+    def trading(self, context: Context) -> SequenceShard | None:
         shard = context.shard
-        return shard is not None and not self.hands_on(self.options, self.site, shard.size)
+        return None if shard is None or self.hands_on(self.options, self.site, shard.size) else shard
 
     def exchange_bytes(self, rows: int, tokens: int, size: int, element_size: int) -> int:
-        """Where its heads cannot be shared out, each rank but the last sends the next one its state, in at
-        least fp32, and its last token for the token shift."""
+        """Count the bytes that ranks send each other. Where heads cannot be shared, each but the last sends
+        the next one its state, in at least fp32, and its last token for the token shift."""
         if not self.hands_on(self.options, self.site, size):
             return super().exchange_bytes(rows, tokens, size, element_size)
         shape = rows, self.num_kv_heads, self.head_dim
@@ -231,13 +205,13 @@ class KVM(ProjectedMixer):
         return moved
 
     def _temperatures(self, context: Context) -> tuple[Tensor | None, Tensor | None]:
-        """The window's and the state's, of the heads at hand."""
+        """Return the window's and the state's, of the heads at hand."""
         if not self.options.temperatures:
             return None, None
         return self.own(self.front_head_temp, context), self.own(self.state_head_temp, context)
 
     def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """By the names they have in `Context.statistics`."""
+        """Name statistics as `Context.statistics` does."""
         return {f"{self.site.layer}/{name}": value for name, value in found.items()}
 
     def _gates(self) -> int:
@@ -251,33 +225,31 @@ class KVM(ProjectedMixer):
     # chunk's first token, compares every key of one chunk with every slot there is then, once.
 
     def flops_at(self, position: int) -> Flops:
-        chunk = self.spec.chunk
-        sizes = self._sizes(position // chunk)
+        last = self._updates(position)[-1:]
         window = position + 1 - self.spec.window_start(position + 1)
-        visible = window + (sizes[-1] if sizes else 0)
-        return self._token_flops(visible, self._routing_flops(sizes) / chunk)
+        visible = window + sum(update.after for update in last)
+        return self._token_flops(visible, self._routing_flops(last) / self.spec.chunk)
 
     def flops_per_token(self, context_length: int) -> Flops:
-        chunk, visible, routing = self.spec.chunk, 0, 0.0
-        sizes = self._sizes((context_length - 1) // chunk)
-        for number, first in enumerate(range(0, context_length, chunk), 1 - self.spec.window_chunks):
+        chunk, visible = self.spec.chunk, 0
+        steps = self._updates(context_length - 1)
+        slots = {update.number: update.after for update in steps}
+        for number, first in enumerate(range(0, context_length, chunk), -self.spec.window_chunks):
             count = min(chunk, context_length - first)
             window = first - self.spec.window_start(first + 1)
-            slots = sizes[number - 1] if number > 0 else 0
-            visible += count * (slots + window) + count * (count + 1) // 2
-            routing += self._routing_flops(sizes[max(number - 2, 0) : max(number, 0)])
-        return self._token_flops(visible / context_length, routing / context_length)
+            visible += count * (slots.get(number, 0) + window) + count * (count + 1) // 2
+        return self._token_flops(visible / context_length, self._routing_flops(steps) / context_length)
 
-    def _sizes(self, chunk: int) -> list[int]:
-        """Slots after each update up to the one that `chunk` reads; empty where it reads none."""
-        return list(islice(self.spec.sizes(), max(0, chunk + 1 - self.spec.window_chunks)))
+    def _updates(self, position: int) -> list[Update]:
+        """List the updates up to the one whose slots the query at `position` reads."""
+        last = position // self.spec.chunk - self.spec.window_chunks
+        return updates(self.spec, [last]) if last >= 0 else []
 
-    def _routing_flops(self, sizes: list[int]) -> float:
-        """Of the update that ended with `sizes[-1]` slots. The first one has no choice, nor has one that
-        appends a whole chunk."""
-        if len(sizes) < 2 or sizes[-1] - sizes[-2] == self.spec.chunk:
-            return 0.0
-        return 2.0 * self.spec.chunk * sizes[-1] * self.kv_width
+    def _routing_flops(self, updates: list[Update]) -> float:
+        """Count comparisons; update 0 has no choice, nor has one that appends a whole chunk."""
+        chunk = self.spec.chunk
+        compared = sum(u.after for u in updates if u.number and u.after - u.before < chunk)
+        return 2.0 * chunk * compared * self.kv_width
 
     def _token_flops(self, visible: float, routing: float) -> Flops:
         products = self.site.hidden_size * self.num_kv_heads if self.spec.gated else 0  # the merge gate
@@ -293,14 +265,14 @@ class KVM(ProjectedMixer):
         return held + self.shift_bytes(context_length, element_size)
 
 
-def _gate(logits: Tensor) -> Tensor:
-    """`1 + elu(logits)`, above 0, in at least fp32."""
+def positive_gate(logits: Tensor) -> Tensor:
+    """Turn logits into gates above 0, `1 + elu(logits)`, in at least fp32."""
     z = logits.to(compute_dtype(logits))
     return torch.exp(z.clamp(max=0)) + torch.relu(z)
 
 
 def _spread(x: Tensor, shard: SequenceShard | None) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of `x`, over all ranks that share the sequence."""
+    """Compute mean and standard deviation of `x`, over all ranks that share the sequence."""
     if shard is None:
         return x.mean(), x.std()
     x = x.double()

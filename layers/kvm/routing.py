@@ -9,15 +9,17 @@ of a chunk, S slots, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .contributions import Norm
-from .spec import KVMSpec, Update
+from ..errors import LayerError
+from .slots import Slots
+from .spec import Update
 
 
 @dataclass
@@ -46,35 +48,68 @@ class Choice(NamedTuple):
     margin: Tensor | None = None
 
 
+class Replay(NamedTuple):
+    """Routes to follow instead of own decisions."""
+
+    routes: Routes
+    starts: list[tuple[int, int]]
+    """Each sequence's batch row in the routes, and the place there of its token 0."""
+
+    def choice(self, update: Update, chunk: int) -> Choice:
+        """Look up one update's tokens; LayerError where the routes do not reach."""
+        slots, founds = [], []
+        for row, start in self.starts[: update.sequences]:
+            position = start + update.number * chunk
+            begin, given = position - self.routes.first, self.routes.slot.shape[2]
+            if begin < 0 or begin + chunk > given:
+                raise LayerError(
+                    f"the given routes are for {given} tokens from {self.routes.first} on; "
+                    f"this call needs them for {chunk} from {position} on"
+                )
+            slots.append(self.routes.slot[row, :, begin : begin + chunk].long())
+            founds.append(self.routes.founds[row, :, begin : begin + chunk])
+        return Choice(torch.stack(slots), torch.stack(founds))
+
+
 def joined_choices(choices: Sequence[Choice]) -> Choice:
-    """All rows."""
+    """Join the rows of several updates."""
+    if len(choices) == 1:
+        return choices[0]
     slots, founds, margins = zip(*choices, strict=True)
     return Choice(torch.cat(slots), torch.cat(founds), None if margins[0] is None else torch.cat(margins))
 
 
-def as_routes(choice: Choice, first: int, order: list[list[int]] | None = None) -> Routes:
-    """Routes `[B, G, A]` of rows `[R, G, C]`; `order`: the rows of each of the B sequences in time (None: one
-    row each)."""
-    if order is not None:
-        index = torch.tensor(order, dtype=torch.int64, device=choice.slot.device)
+def in_time(choice: Choice, updates: list[Update], sequences: Iterable[int], skip: int = 0) -> Choice:
+    """Gather the decisions of equally long sequences, `[B, G, A]`, without those on the first `skip` tokens.
 
-        def sort(x: Tensor) -> Tensor:
-            return x[index].transpose(1, 2).flatten(2)
+    `updates`: of the rows `[R, G, C]` of `choice`.
+    """
+    counts = [update.sequences for update in updates]
+    ends = list(zip(counts, accumulate(counts), strict=True))
+    rows = [[end - count + b for count, end in ends if b < count] for b in sequences]
+    index = torch.tensor(rows, device=choice.slot.device)
 
-        margin = None if choice.margin is None else sort(choice.margin)
-        choice = Choice(sort(choice.slot), sort(choice.founds), margin)
+    def sort(x: Tensor) -> Tensor:
+        return x[index].transpose(1, 2).flatten(2)[..., skip:]
+
+    slot, founds, margin = choice
+    return Choice(sort(slot), sort(founds), None if margin is None else sort(margin))
+
+
+def as_routes(choice: Choice, first: int) -> Routes:
+    """Keep decisions `[B, G, A]` on tokens from absolute position `first` on."""
     return Routes(choice.slot.int(), choice.founds, first, choice.margin)
 
 
 def joined_routes(routes: list[Routes]) -> Routes:
-    """Routes of consecutive tokens (or packed documents) as one."""
+    """Join routes of consecutive tokens (or packed documents)."""
     slot, founds = torch.cat([r.slot for r in routes], 2), torch.cat([r.founds for r in routes], 2)
     margins = [r.margin for r in routes if r.margin is not None]
     return Routes(slot, founds, routes[0].first, torch.cat(margins, 2) if margins else None)
 
 
 def first_slots(keys: Tensor, first: int = 0, margins: bool = False) -> Choice:
-    """Prepared keys `[n, G, C, D]` that become slots `first`, `first + 1`, ..., without a choice."""
+    """Give prepared keys `[n, G, C, D]` the slots `first`, `first + 1`, ..., without a choice."""
     slot = torch.arange(first, first + keys.shape[2], device=keys.device).expand(keys.shape[:3])
     margin = torch.full_like(keys[..., 0], torch.inf) if margins else None
     return Choice(slot, torch.ones_like(slot, dtype=torch.bool), margin)
@@ -84,23 +119,32 @@ def first_slots(keys: Tensor, first: int = 0, margins: bool = False) -> Choice:
 def route(
     keys: Tensor,
     gate: Tensor | None,
-    old: Tensor,
-    step: Update,
-    spec: KVMSpec,
-    norm: Norm,
+    slots: Slots,
+    update: Update,
+    replay: Replay | None = None,
     margins: bool = False,
 ) -> Choice:
-    """Decide on the tokens that one update takes in.
+    """Decide on the tokens that one update takes in, or follow `replay`.
 
     Args:
         keys: prepared, `[n, G, C, D]`, in fp32 or wider.
         gate: merge gates `[n, G, C]`; None: all 1.
-        old: the slots before the update in read form, `[n, G, S, D]`, in the keys' precision.
-        margins: report how close each decision was.
+        slots: as they are before the update.
+        margins: report how close each own decision was.
     """
-    appended = step.after - step.before
-    if appended == keys.shape[2]:
-        return first_slots(keys, step.before, margins)
+    if update.number and replay is not None:
+        return replay.choice(update, keys.shape[2])
+    if update.number == 0 or update.after - update.before == keys.shape[2]:
+        return first_slots(keys, update.before, margins and replay is None)
+    gate = gate if slots.spec.gate_keys else None
+    return _decide(keys, gate, slots.routing_keys(update.sequences), update, slots, margins)
+
+
+def _decide(
+    keys: Tensor, gate: Tensor | None, old: Tensor, update: Update, slots: Slots, margins: bool
+) -> Choice:
+    """`gate`: of keys; `old`: the slots before the update in read form, `[n, G, S, D]`."""
+    spec, appended = slots.spec, update.after - update.before
     scores = keys @ old.mT
     candidates = scores[..., spec.sinks :]
     best, slot = _best(candidates)
@@ -113,28 +157,27 @@ def route(
         order = novelty.argsort(dim=-1, stable=True)
         founders = order[..., :appended].sort(-1).values
         new = torch.take_along_dim(keys, founders[..., None], 2)
-        if gate is not None and spec.gate_keys and spec.gate_appends:
+        if gate is not None and spec.gate_appends:
             new = new * torch.take_along_dim(gate, founders, 2)[..., None]
-        fresh = keys @ norm(new).mT
+        fresh = keys @ slots.norm(new).mT
         better, place = _best(fresh)
-        slot = torch.where(better > best, step.before + place, slot)
+        slot = torch.where(better > best, update.before + place, slot)
         if margins:
             candidates = torch.cat((candidates, fresh), -1)
-    if gate is not None and spec.gate_keys:
+    if gate is not None:
         # A gate that underflowed to 0 makes all candidates equal. Any other leaves their order alone.
         slot = torch.where(gate == 0, spec.sinks, slot)
     margin = _margins(novelty, candidates, appended) if margins else None
     founds = torch.zeros_like(slot, dtype=torch.bool)
     if appended:
         founds.scatter_(-1, founders, True)
-        slot = slot.scatter(
-            -1, founders, step.before + torch.arange(appended, device=slot.device).expand_as(founders)
-        )
+        new_slots = update.before + torch.arange(appended, device=slot.device)
+        slot = slot.scatter(-1, founders, new_slots.expand_as(founders))
     return Choice(slot, founds, margin)
 
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The best of each row's candidates (-inf of none) and which it is: of equal ones the first."""
+    """Find the best of each row's candidates (-inf of none) and which it is: of equal ones the first."""
     if not scores.shape[-1]:
         nothing = scores.new_full(scores.shape[:-1], -torch.inf)
         return nothing, torch.zeros_like(nothing, dtype=torch.int64)

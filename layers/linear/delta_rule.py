@@ -25,9 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunks import bounded, centred_growth
-from .groups import Rule, add_products, each
-from .kernels import borders, fla_function, recurrent
+from .chunked import Recurrence, add_products, by_chunk, centred_growth, choose_chunks
+from .fla import fla_kernel
 
 CHUNKS = (32, 16)
 """Tokens in a chunk at most; the shorter where the longer decays too much."""
@@ -47,7 +46,7 @@ def gated_delta_rule(
     lengths: Sequence[int] = (),
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs for every token, and the state after the last.
+    """Compute the outputs for every token, and the state after the last.
 
     Args:
         q, k: `[B, T, H, K]`, k of length 1 or less.
@@ -65,58 +64,26 @@ def gated_delta_rule(
     """
     assert state is None or len(lengths) < 2
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    found = _kernel(q, k, v, g, beta, scale, state, lengths, dtype or q.dtype)
-    if found is not None:
-        return found
+    name = "fla.ops.kda:{}_kda" if g.ndim == q.ndim else "fla.ops.gated_delta_rule:{}_gated_delta_rule"
+    kernel = fla_kernel(name, q, q.shape[-1], dtype or q.dtype)
+    if kernel is not None:  # its states are laid out as ours
+        return kernel({"q": q, "k": k, "v": v, "beta": beta}, {"g": g}, scale, state, lengths)
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v, g, beta = (x.to(wide) for x in (q, k, v, g, beta))
-    if state is not None:
-        state = state.to(wide)
+    if state is None:
+        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
     if g.ndim < q.ndim:
         g = g[..., None]
     group = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(group, 2) if group > 1 else x for x in (q if scale == 1 else q * scale, k))
     with torch.autocast(q.device.type, enabled=False):
         if q.shape[1] <= STEPS and len(lengths) < 2:
-            return _steps(q, k, v, g, beta, state)
-        return _chunks(q, k, v, g, beta, state, lengths)
+            return _steps(q, k, v, g, beta, state.to(wide))
+        return _chunks(q, k, v, g, beta, state.to(wide), lengths)
 
 
-def _kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float,
-    state: Tensor | None,
-    lengths: Sequence[int],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor] | None:
-    """By fla, or None. Its states are laid out as ours."""
-    short, channels = recurrent(q.shape[1]), g.ndim == q.ndim
-    if channels:
-        name = "fla.ops.kda:" + ("fused_recurrent_kda" if short else "chunk_kda")
-    else:
-        name = "fla.ops.gated_delta_rule:" + ("fused_recurrent" if short else "chunk") + "_gated_delta_rule"
-    run = fla_function(name, q.new_empty(0, dtype=dtype), q.shape[-1])
-    if run is None:
-        return None
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    cu_seqlens = borders(lengths, q.device)
-    o, states = run(
-        q=q, k=k, v=v, g=g, beta=beta.to(dtype), scale=scale, initial_state=state,
-        output_final_state=True, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-    return o, states[-1:] if cu_seqlens is not None else states
-
-
-def _steps(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Token by token; heads already repeated, g `[B, T, HV, 1 or K]`."""
-    if state is None:
-        state = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1])
+def _steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute token by token; heads already repeated, g `[B, T, HV, 1 or K]`."""
     decay, outs = g.exp(), []
     for t in range(q.shape[1]):
         state = state * decay[:, t, :, :, None]
@@ -129,20 +96,18 @@ def _steps(
 
 @torch.compiler.disable  # compiling would unroll the loop over chunks
 def _chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, lengths: Sequence[int]
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     dtype = v.dtype
-    if state is None:
-        state = v.new_zeros(*v.shape[:1], v.shape[2], k.shape[-1], v.shape[-1])
-    cut, g = bounded(g, CHUNKS, lengths)
+    layout, g = choose_chunks(g, CHUNKS, lengths)
     q, k, v, beta, state = (x.to(g.dtype) for x in (q, k, v, beta, state))
-    operands = [cut.split(x) for x in (q, k, v, g, beta[..., None])]
-    out, memory = RULE.run(cut.starts, state.flatten(0, 1), operands)
-    return cut.join(out).to(dtype), memory.view(state.shape).to(dtype)
+    operands = [layout.split(x) for x in (q, k, v, g, beta[..., None])]
+    out, memory = CHUNKED.run(layout.starts, state.flatten(0, 1), operands)
+    return layout.join(out).to(dtype), memory.view(state.shape).to(dtype)
 
 
 class _Scores(NamedTuple):
-    """What a group of chunks is to its own tokens, `[n, X, ...]`."""
+    """What the tokens of each chunk are to each other, for a group of chunks `[n, X, ...]`."""
 
     left: Tensor  # [.., 2L, K]: q~ over k~
     q_left: Tensor  # its upper half
@@ -155,7 +120,7 @@ class _Scores(NamedTuple):
 
 
 def _scores(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> _Scores:
-    """From operands `[n, B, HV, L, ...]` of any layout."""
+    """Compute scores from operands `[n, B, HV, L, ...]` of any layout."""
     size = q.shape[-2]
     grow = centred_growth(g)
     left, right = q.new_empty(*q.shape[:3], 2 * size, q.shape[-1]), q.new_empty(q.shape)
@@ -173,13 +138,13 @@ def _scores(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> _Scores:
 def _forward(
     operands: list[Tensor], memories: Tensor, memory: Tensor, starts: Sequence[bool], out: Tensor
 ) -> Tensor:
-    """One group of chunks (see `Rule.forward`): operands q, k, v, g, beta; M `[X, K, V]`."""
+    """One group of chunks (see `Recurrence.forward`): operands q, k, v, g, beta; M `[X, K, V]`."""
     q, k, v, g, beta = (x.transpose(2, 3) for x in operands)
     s = _scores(q, k, g, beta)
     writes = (v * beta).flatten(1, 2).contiguous()
     scaled = torch.empty_like(memories)
-    steps = (memories, scaled, s.scale, writes, s.k_left, s.inverse, s.right.mT)
-    for fresh, (before, large, scale, write, left, inverse, right) in each(starts, *steps):
+    steps = by_chunk(starts, memories, scaled, s.scale, writes, s.k_left, s.inverse, s.right.mT)
+    for fresh, (before, large, scale, write, left, inverse, right) in steps:
         if fresh:
             memory = torch.zeros_like(memory)
         before.copy_(memory)
@@ -194,7 +159,7 @@ def _forward(
 def _backward(
     operands: list[Tensor], memories: Tensor, d_memory: Tensor, starts: Sequence[bool], into: list[Tensor]
 ) -> Tensor:
-    """The same backward (see `Rule.backward`); `d_x` is the gradient of x."""
+    """The same backward (see `Recurrence.backward`); `d_x` is the gradient of x."""
     q, k, v, g, beta, grad = (x.transpose(2, 3) for x in operands)
     into = [x.transpose(2, 3) for x in into]
     size, heads = q.shape[-2], q.shape[1:3]
@@ -207,8 +172,8 @@ def _backward(
     d_out.unflatten(1, heads).copy_(grad)
     d_writes = s.read.mT @ d_out
     d_sum = torch.empty_like(scaled)  # of M~ + k^^T U
-    steps = (d_sum, s.scale, d_writes, s.right, s.inverse.mT, d_rest, s.left.mT, d_rows)
-    for fresh, (d_after, scale, d_write, right, inverse, d_own, left, d_row) in each(starts, *steps)[::-1]:
+    steps = by_chunk(starts, d_sum, s.scale, d_writes, s.right, s.inverse.mT, d_rest, s.left.mT, d_rows)
+    for fresh, (d_after, scale, d_write, right, inverse, d_own, left, d_row) in reversed(steps):
         torch.mul(scale, d_memory, out=d_after)
         torch.neg(inverse @ d_write.baddbmm_(right, d_after), out=d_own)
         d_memory = torch.baddbmm(d_after, left, d_row).mul_(scale)
@@ -235,4 +200,4 @@ def _backward(
     return d_memory
 
 
-RULE = Rule(_forward, _backward, value=2)
+CHUNKED = Recurrence(_forward, _backward, value=2)

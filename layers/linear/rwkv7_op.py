@@ -26,9 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunks import Cut, centred_growth
-from .groups import Rule, add_products, each
-from .kernels import borders, fla_function, recurrent
+from .chunked import ChunkLayout, Recurrence, add_products, by_chunk, centred_growth
+from .fla import fla_kernel
 
 CHUNK = 32
 """Tokens in a chunk at most."""
@@ -49,7 +48,7 @@ def rwkv7_recurrence(
     lengths: Sequence[int] = (),
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs for every token, and the state after the last.
+    """Compute the outputs for every token, and the state after the last.
 
     Args:
         r, k, a, b: `[B, T, H, K]`.
@@ -64,9 +63,9 @@ def rwkv7_recurrence(
         `[B, T, H, V]` and `[B, H, K, V]`, both in at least fp32 (outputs of the kernels in `dtype`).
     """
     assert state is None or len(lengths) < 2
-    found = _kernel((r, log_decay, k, v, a, b), state, lengths, dtype or r.dtype)
-    if found is not None:
-        return found
+    kernel = fla_kernel("fla.ops.rwkv7.{}:{}_rwkv7", r, r.shape[-1], dtype or r.dtype)
+    if kernel is not None:  # its states are laid out as ours
+        return kernel({"r": r, "k": k, "v": v, "a": a, "b": b}, {"w": log_decay}, 1.0, state, lengths)
     wide = torch.promote_types(r.dtype, torch.float32)
     r, log_decay, k, v, a, b = (x.to(wide) for x in (r, log_decay, k, v, a, b))
     if state is None:
@@ -78,31 +77,10 @@ def rwkv7_recurrence(
         return chunked(r, log_decay, k, v, a, b, state.to(wide), lengths)
 
 
-def _kernel(
-    operands: Sequence[Tensor], state: Tensor | None, lengths: Sequence[int], dtype: torch.dtype
-) -> tuple[Tensor, Tensor] | None:
-    """By fla, or None. Its states are laid out as ours."""
-    r, log_decay, k, v, a, b = operands
-    if recurrent(r.shape[1]):
-        name = "fla.ops.rwkv7.fused_recurrent:fused_recurrent_rwkv7"
-    else:
-        name = "fla.ops.rwkv7.chunk:chunk_rwkv7"
-    run = fla_function(name, r.to(dtype), r.shape[-1])
-    if run is None:
-        return None
-    r, k, v, a, b = (x.to(dtype) for x in (r, k, v, a, b))
-    cu_seqlens = borders(lengths, r.device)
-    o, states = run(
-        r=r, w=log_decay, k=k, v=v, a=a, b=b, scale=1.0, initial_state=state, output_final_state=True,
-        cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-    return o, states[-1:] if cu_seqlens is not None else states
-
-
 def steps(
     r: Tensor, log_decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Token by token: arguments and results as in `rwkv7_recurrence`, which sees to dtypes."""
+    """Compute token by token: arguments and results as in `rwkv7_recurrence`, which sees to dtypes."""
     inserts = torch.stack((b, k), -1)  # [B, T, H, K, 2]
     tokens = (r[..., None, :], log_decay.exp()[..., None], inserts, v[..., None, :], a[..., None, :])
     out = []
@@ -124,16 +102,16 @@ def chunked(
     state: Tensor,
     lengths: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """In chunks: arguments and results as in `rwkv7_recurrence`, which sees to dtypes. Tokens of zeros, which
-    fill a last chunk, leave the state as it is."""
-    cut = Cut.of(r.shape[1], CHUNK, lengths, r.device)
-    operands = [cut.split(x) for x in (r, log_decay, k, v, a, b)]
-    out, memory = RULE.run(cut.starts, state.flatten(0, 1), operands)
-    return cut.join(out), memory.view(state.shape)
+    """Compute in chunks: arguments and results as in `rwkv7_recurrence`, which sees to dtypes. Tokens of
+    zeros, which fill a last chunk, leave the state as it is."""
+    layout = ChunkLayout.of(r.shape[1], CHUNK, lengths, r.device)
+    operands = [layout.split(x) for x in (r, log_decay, k, v, a, b)]
+    out, memory = CHUNKED.run(layout.starts, state.flatten(0, 1), operands)
+    return layout.join(out), memory.view(state.shape)
 
 
 class _Scores(NamedTuple):
-    """What a group of chunks is to its own tokens, `[n, X, ...]`."""
+    """What the tokens of each chunk are to each other, for a group of chunks `[n, X, ...]`."""
 
     left: Tensor  # [.., 2L, K]: r~ over a~
     right: Tensor  # [.., 2L, K]: k~ over b~
@@ -145,7 +123,7 @@ class _Scores(NamedTuple):
 
 
 def _scores(r: Tensor, log_decay: Tensor, k: Tensor, a: Tensor, b: Tensor) -> _Scores:
-    """From operands `[n, B, H, L, K]` of any layout."""
+    """Compute scores from operands `[n, B, H, L, K]` of any layout."""
     size = r.shape[-2]
     grow = centred_growth(log_decay)
     grow_before = torch.cat((1 / grow[..., -1:, :], grow[..., :-1, :]), -2)
@@ -162,14 +140,14 @@ def _scores(r: Tensor, log_decay: Tensor, k: Tensor, a: Tensor, b: Tensor) -> _S
 
 
 def _seen(size: int, like: Tensor) -> Tensor:
-    """`[2L, 2L]`, 1 where a row sees a column, else 0. Outputs see tokens up to their own, reads only earlier
-    ones. (A factor: what it hides is finite, and filling is far slower.)"""
+    """Make the mask `[2L, 2L]`, 1 where a row sees a column, else 0. Outputs see tokens up to their own,
+    reads only earlier ones. (A factor: what it hides is finite, and filling is far slower.)"""
     every = like.new_ones(size, size)
     return torch.cat((every.tril(), every.tril(-1))).repeat(1, 2)
 
 
 def _values(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows `[n, X, 2L, V]`, v `[n, B, H, L, V]` over room for the reads; and both halves."""
+    """Make rows `[n, X, 2L, V]`, v `[n, B, H, L, V]` over room for the reads; give them and both halves."""
     size = v.shape[-2]
     rows = v.new_empty(*v.shape[:3], 2 * size, v.shape[-1])
     rows[..., :size, :] = v
@@ -180,15 +158,17 @@ def _values(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _forward(
     operands: list[Tensor], memories: Tensor, memory: Tensor, starts: Sequence[bool], out: Tensor
 ) -> Tensor:
-    """One group of chunks (see `Rule.forward`): operands r, log_decay, k, v, a, b; M `[X, K, V]`."""
+    """One group of chunks (see `Recurrence.forward`): operands r, log_decay, k, v, a, b; M `[X, K, V]`."""
     r, decay, k, v, a, b = (x.transpose(2, 3) for x in operands)
     size = v.shape[-2]
     s = _scores(r, decay, k, a, b)
     rows, values, reads = _values(v)
     own = s.scores[..., size:, :size] @ values
     scaled = torch.empty_like(memories)
-    steps = (memories, scaled, s.scale, own, s.left[..., size:, :], s.inverse, reads, rows, s.right.mT)
-    for fresh, (before, large, scale, seen, left, inverse, read, row, right) in each(starts, *steps):
+    steps = by_chunk(
+        starts, memories, scaled, s.scale, own, s.left[..., size:, :], s.inverse, reads, rows, s.right.mT
+    )
+    for fresh, (before, large, scale, seen, left, inverse, read, row, right) in steps:
         if fresh:
             memory = torch.zeros_like(memory)
         before.copy_(memory)
@@ -203,7 +183,7 @@ def _forward(
 def _backward(
     operands: list[Tensor], memories: Tensor, d_memory: Tensor, starts: Sequence[bool], into: list[Tensor]
 ) -> Tensor:
-    """The same backward (see `Rule.backward`); `d_x` is the gradient of x."""
+    """The same backward (see `Recurrence.backward`); `d_x` is the gradient of x."""
     r, log_decay, k, v, a, b, grad = (x.transpose(2, 3) for x in operands)
     into = [x.transpose(2, 3) for x in into]
     size, heads = r.shape[-2], r.shape[1:3]
@@ -216,8 +196,10 @@ def _backward(
     d_rows, d_out, d_own = _values(grad)
     d_reads = s.scores[..., :size, size:].mT @ d_out
     d_sum = torch.empty_like(scaled)  # of M~ + k~^T v + b~^T U
-    steps = (d_sum, s.scale, d_reads, s.right[..., size:, :], s.inverse.mT, d_own, s.left.mT, d_rows)
-    for fresh, (d_after, scale, d_read, late, inverse, d_solved, left, d_row) in each(starts, *steps)[::-1]:
+    steps = by_chunk(
+        starts, d_sum, s.scale, d_reads, s.right[..., size:, :], s.inverse.mT, d_own, s.left.mT, d_rows
+    )
+    for fresh, (d_after, scale, d_read, late, inverse, d_solved, left, d_row) in reversed(steps):
         torch.mul(scale, d_memory, out=d_after)
         d_solved.copy_(inverse @ d_read.baddbmm_(late, d_after))
         d_memory = torch.baddbmm(d_after, left, d_row).mul_(scale)
@@ -244,4 +226,4 @@ def _backward(
     return d_memory
 
 
-RULE = Rule(_forward, _backward, value=3)
+CHUNKED = Recurrence(_forward, _backward, value=3)

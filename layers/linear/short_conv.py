@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import LayerError
 from ..norms import compute_dtype
-from ..parameters import always_used, initialise
+from ..parameters import always_used, reset_uniform
 
 if TYPE_CHECKING:
     from ..context_parallel import SequenceShard
@@ -30,11 +29,8 @@ class ShortConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch initialises a depthwise convolution."""
-        bound = 1 / math.sqrt(self.width)
-        initialise(self.weight, lambda w: nn.init.uniform_(w, -bound, bound))
-        if self.bias is not None:
-            initialise(self.bias, lambda b: nn.init.uniform_(b, -bound, bound))
+        """Fill as torch does a depthwise convolution."""
+        reset_uniform(self, self.width)
 
     def forward(
         self, u: Tensor, last: Tensor | None = None, lengths: Sequence[int] = ()
@@ -58,12 +54,12 @@ class ShortConv(nn.Module):
         return F.silu(y), tail
 
     def _convolve(self, padded: Tensor) -> Tensor:
-        """`[B, W - 1 + T, channels]` to `[B, T, channels]`."""
+        """Convolve `[B, W - 1 + T, channels]` to `[B, T, channels]`."""
         y = _Taps.apply(padded, self.weight.squeeze(1).to(padded.dtype))
         return y if self.bias is None else y + self.bias.to(padded.dtype)
 
     def _documents(self, padded: Tensor, lengths: Sequence[int]) -> Tensor:
-        """`_convolve` with every document after the first behind zeros of its own: spread them out, convolve
+        """Convolve with every document after the first behind zeros of its own: spread them out, convolve
         the row, take what is theirs."""
         sizes, room = torch.tensor(lengths), self.width - 1
         gaps = (torch.arange(len(lengths)) * room).repeat_interleave(sizes)
@@ -77,8 +73,9 @@ class ShortConv(nn.Module):
 def last_of_rank(
     shard: SequenceShard, width: int, u: Tensor, *more: Tensor
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """`u` `[B, T, channels]` to go on with, and `last` for convolutions of `width` over u and each of `more`:
-    what the rank before ends with, zero where that is another document; None where one begins here."""
+    """Get `last` from the rank before: `u` `[B, T, channels]` to go on with, and `last` for convolutions of
+    `width` over u and each of `more`: what the rank before ends with, zero where that is another document;
+    None where one begins here."""
     every, seen = (u, *more), width - 1
     if not seen:
         return u, [None] * len(every)
@@ -91,7 +88,7 @@ def last_of_rank(
 
 
 def refuse_short_chunks(layer: str, width: int, size: int, tokens: int) -> None:
-    """LayerError unless a chunk has all that a convolution of `width` sees before the next one."""
+    """Raise LayerError unless a shard has all that a convolution of `width` sees before the next one."""
     if tokens // size < width - 1:
         raise LayerError(
             f"{layer} sees {width - 1} tokens before each (conv_size {width}), but {tokens} tokens sharded "
@@ -100,7 +97,7 @@ def refuse_short_chunks(layer: str, width: int, size: int, tokens: int) -> None:
 
 
 class _Taps(torch.autograd.Function):
-    """The convolution's sum, tap by tap; on a CPU 2.5 times as fast as torch's, forward and backward."""
+    """Sum of the convolution, tap by tap; on a CPU 2.5 times as fast as torch's, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, weight: Tensor) -> Tensor:

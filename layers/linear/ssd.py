@@ -23,9 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunks import bounded, centred_growth
-from .groups import Rule, add_products, each
-from .kernels import borders, fla_function, recurrent
+from .chunked import Recurrence, add_products, by_chunk, centred_growth, choose_chunks
+from .fla import fla_kernel
 
 CHUNKS = (64, 32, 16)
 """Tokens in a chunk at most; the shorter where the longer decays too much."""
@@ -43,7 +42,7 @@ def ssd(
     lengths: Sequence[int] = (),
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs for every token, and the state after the last.
+    """Compute the outputs for every token, and the state after the last.
 
     Args:
         x: `[B, T, H, P]`, what each token adds.
@@ -58,9 +57,13 @@ def ssd(
         `[B, T, H, P]` and `[B, H, P, N]`, both in at least fp32 (outputs of the kernels in `dtype`).
     """
     assert state is None or len(lengths) < 2
-    found = _kernel(x, b, c, g, state, lengths, dtype or x.dtype)
-    if found is not None:
-        return found
+    kernel = fla_kernel("fla.ops.simple_gla:{}_simple_gla", x, b.shape[-1], dtype or x.dtype)
+    if kernel is not None:  # gated linear attention with a decay per head; its states are ours transposed
+        group = x.shape[2] // b.shape[2]
+        b, c = (z.repeat_interleave(group, 2) for z in (b, c))
+        start = None if state is None else state.mT.contiguous()
+        o, end = kernel({"q": c, "k": b, "v": x}, {"g": g}, 1.0, start, lengths)
+        return o, end.mT
     wide = torch.promote_types(x.dtype, torch.float32)
     x, b, c, g = (z.to(wide) for z in (x, b, c, g))
     if state is None:
@@ -69,31 +72,6 @@ def ssd(
         if x.shape[1] <= STEPS and len(lengths) < 2:
             return _steps(x, b, c, g, state.to(wide))
         return _chunks(x, b, c, g, state.to(wide), lengths)
-
-
-def _kernel(
-    x: Tensor,
-    b: Tensor,
-    c: Tensor,
-    g: Tensor,
-    state: Tensor | None,
-    lengths: Sequence[int],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor] | None:
-    """By fla's gated linear attention with a decay per head, or None; its states are ours transposed."""
-    form = "fused_recurrent" if recurrent(x.shape[1]) else "chunk"
-    run = fla_function(f"fla.ops.simple_gla:{form}_simple_gla", x.new_empty(0, dtype=dtype), b.shape[-1])
-    if run is None:
-        return None
-    x, b, c = (z.to(dtype) for z in (x, b, c))
-    group = x.shape[2] // b.shape[2]
-    cu_seqlens = borders(lengths, x.device)
-    o, states = run(
-        q=c.repeat_interleave(group, 2), k=b.repeat_interleave(group, 2), v=x, g=g, scale=1.0,
-        initial_state=None if state is None else state.mT.contiguous(), output_final_state=True,
-        cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-    return o, (states[-1:] if cu_seqlens is not None else states).mT
 
 
 def _steps(x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,16 +89,16 @@ def _chunks(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     dtype, heads = x.dtype, (b.shape[2], x.shape[2] // b.shape[2])
-    cut, g = bounded(g, CHUNKS, lengths)
+    layout, g = choose_chunks(g, CHUNKS, lengths)
     x, b, c, state = (z.to(g.dtype) for z in (x, b, c, state))
     memory = state.unflatten(1, heads).permute(0, 1, 4, 2, 3).flatten(0, 1)  # [X, N, M, P]
-    out, memory = RULE.run(cut.starts, memory, [cut.split(z) for z in (x, b, c, g)])
+    out, memory = CHUNKED.run(layout.starts, memory, [layout.split(z) for z in (x, b, c, g)])
     state = memory.unflatten(0, (-1, heads[0])).permute(0, 1, 3, 4, 2).flatten(1, 2)
-    return cut.join(out).to(dtype), state.to(dtype)
+    return layout.join(out).to(dtype), state.to(dtype)
 
 
 class _Rows(NamedTuple):
-    """A group of chunks, `[n, X, ...]` but for `grow`."""
+    """Operands of a group of chunks, `[n, X, ...]` but for `grow`."""
 
     x: Tensor  # [.., L, M * P]: x~
     b: Tensor  # [.., L, N]
@@ -130,18 +108,18 @@ class _Rows(NamedTuple):
     grow: Tensor  # [n, B, L, H, 1]: e^(c-m)
 
     def to_tokens(self, y: Tensor) -> Tensor:
-        """`[n, X, L, M * P]` to `[n, B, L, H, P]`."""
+        """Take `[n, X, L, M * P]` to `[n, B, L, H, P]`."""
         batch, heads = self.grow.shape[1], self.scale.shape[-2]
         return y.unflatten(1, (batch, -1)).transpose(2, 3).unflatten(-1, (heads, -1)).flatten(3, 4)
 
 
 def _by_group(z: Tensor, groups: int) -> Tensor:
-    """`[n, B, L, H, D]` to `[n, X, L, H / G * D]`."""
+    """Take `[n, B, L, H, D]` to `[n, X, L, H / G * D]`."""
     return z.unflatten(3, (groups, -1)).flatten(4).transpose(2, 3).flatten(1, 2)
 
 
 def _rows(x: Tensor, b: Tensor, c: Tensor, g: Tensor) -> _Rows:
-    """From operands `[n, B, L, ...]`."""
+    """Compute rows from operands `[n, B, L, ...]`."""
     groups = b.shape[3]
     grow = centred_growth(g)[..., None]
     b, c = (_by_group(z, groups).contiguous() for z in (b, c))
@@ -152,10 +130,10 @@ def _rows(x: Tensor, b: Tensor, c: Tensor, g: Tensor) -> _Rows:
 def _forward(
     operands: list[Tensor], memories: Tensor, memory: Tensor, starts: Sequence[bool], out: Tensor
 ) -> Tensor:
-    """One group of chunks (see `Rule.forward`): operands x, b, c, g; the state is `[X, N, M, P]`."""
+    """One group of chunks (see `Recurrence.forward`): operands x, b, c, g; the state is `[X, N, M, P]`."""
     s = _rows(*operands)
     added = (s.b.mT @ s.x).unflatten(-1, memory.shape[-2:]).mul_(s.scale)
-    for fresh, (before, more, decay) in each(starts, memories, added, s.scale.square()):
+    for fresh, (before, more, decay) in by_chunk(starts, memories, added, s.scale.square()):
         if fresh:
             memory = torch.zeros_like(memory)
         before.copy_(memory)
@@ -168,14 +146,14 @@ def _forward(
 def _backward(
     operands: list[Tensor], memories: Tensor, d_memory: Tensor, starts: Sequence[bool], into: list[Tensor]
 ) -> Tensor:
-    """The same backward (see `Rule.backward`); `d_z` is the gradient of z."""
+    """The same backward (see `Recurrence.backward`); `d_z` is the gradient of z."""
     x, b, c, g, out, grad = operands
     s = _rows(x, b, c, g)
     d_y = _by_group(grad * s.grow, b.shape[3])
     scaled = (memories[:-1] * s.scale).flatten(-2)
     more = (s.c.mT @ d_y).unflatten(-1, d_memory.shape[-2:]).mul_(s.scale)
     d_after = torch.empty_like(more)  # of the state after each chunk
-    for fresh, (after, own, decay) in each(starts, d_after, more, s.scale.square())[::-1]:
+    for fresh, (after, own, decay) in by_chunk(starts, d_after, more, s.scale.square())[::-1]:
         after.copy_(d_memory)
         d_memory = torch.zeros_like(d_memory) if fresh else torch.addcmul(own, d_memory, decay)
     d_sum = (d_after * s.scale).flatten(-2)  # of S~ + B^T x~
@@ -194,4 +172,4 @@ def _backward(
     return d_memory
 
 
-RULE = Rule(_forward, _backward, value=0, keeps_outputs=True)
+CHUNKED = Recurrence(_forward, _backward, value=0, keeps_outputs=True)

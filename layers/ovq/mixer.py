@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..base import Flops
 from ..context import Context
-from ..errors import is_count, require
+from ..errors import require_counts, require_flags
 from ..norms import compute_dtype
 from ..parameters import initialise
 from ..projections import Projected, ProjectedMixer, ProjectedState
@@ -44,19 +44,14 @@ class OVQOptions:
     qkv_bias: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "head_dim"):
-            value = getattr(self, name)
-            require(value is None or is_count(value), name, value, "a whole number of 1 or more, or null")
-        for name in ("chunk", "max_centroids"):
-            require(is_count(getattr(self, name)), name, getattr(self, name), "a whole number of 1 or more")
-        for name in ("token_shift", "value_residual"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, value, "true, false")
+        require_counts(self, "num_heads", "head_dim", nullable=True)
+        require_counts(self, "chunk", "max_centroids")
+        require_flags(self, "token_shift", "value_residual")
 
 
 @dataclass
 class OVQLayerState(ProjectedState):
-    """The operator's state beside the token shift's vectors."""
+    """State of the operator beside the token shift's vectors."""
 
     operator: OVQState | None = None
 
@@ -108,7 +103,7 @@ class OVQ(ProjectedMixer):
         like = self.c_k.weight.new_empty(batch, 0, self.num_heads, self.head_dim)
         return OVQLayerState(operator=OVQState.empty(like, self.options.max_centroids))
 
-    # Accounts
+    # FLOPs and bytes
 
     def flops_at(self, position: int) -> Flops:
         number, within = divmod(position, self.options.chunk)
@@ -127,7 +122,8 @@ class OVQ(ProjectedMixer):
         return size_after(chunks, self.options.chunk, self.options.max_centroids)
 
     def _routing_flops(self, number: int) -> float:
-        """Of comparing the keys of chunk `number` with every centroid, or with the chunk's first key."""
+        """Count FLOPs of comparing the keys of chunk `number` with every centroid, or with the chunk's first
+        key."""
         size, chunk = self._size(number), self.options.chunk
         products = chunk * size
         if size == 0:

@@ -5,9 +5,9 @@ KVM operator are made of. `force_plain` switches every one of them to plain matr
 any one kernel.
 """
 
-from ..plain import force_plain
+from ..backends import force_plain
 from .attention import attention, block_window_attention
-from .joined import ALL, Part, joined_attention, part_share
+from .joined import ALL, Part, joined_attention
 from .kernels import Mask, force_kernel
 
 __all__ = [
@@ -19,5 +19,4 @@ __all__ = [
     "force_kernel",
     "force_plain",
     "joined_attention",
-    "part_share",
 ]

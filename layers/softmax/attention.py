@@ -31,7 +31,7 @@ def attention(
     scale: float | None = None,
     lengths: Sequence[int] = (),
 ) -> Result:
-    """Softmax attention, causal or not, with an optional sliding window.
+    """Compute softmax attention, causal or not, with an optional sliding window.
 
     Args:
         q: `[B, Tq, H, D]`.
@@ -70,7 +70,8 @@ def block_window_attention(
     scale: float | None = None,
     lengths: Sequence[int] = (),
 ) -> Result:
-    """Causal attention to the query's own chunk, the `window_chunks - 1` before it, and the first tokens.
+    """Compute causal attention to the query's own chunk, the `window_chunks - 1` before it, and the first
+    tokens.
 
     Chunks are aligned to absolute positions; arguments as in `attention`, and:
 
@@ -112,7 +113,8 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Ten
 
 
 def same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype where that is on (it does not reach our kernels), or in their own."""
+    """Cast the tensors to autocast's dtype where that is on (it does not reach our kernels); raise LayerError
+    unless all have one dtype."""
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -155,7 +157,8 @@ def _full(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Result
 
 
 def _sliding(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Result:
-    """Rows of `window` tokens: a query sees its row causally, the rest of its window in the row before."""
+    """Attend in rows of `window` tokens: a query sees its row causally, the rest of its window in the row
+    before."""
     batch, tokens = q.shape[:2]
     blind = max(0, tokens - k.shape[1])
     if blind:
@@ -208,7 +211,8 @@ def _block_window(
 
 
 def _sink_parts(grid: ChunkGrid, sinks: int, window_chunks: int, device: torch.device) -> list[Part]:
-    """The sinks that a chunk's window does not hold, for chunks that miss equally many."""
+    """Show chunks the sinks that their window does not hold, in one part for chunks that miss equally
+    many."""
     readers: dict[int, list[tuple[int, int]]] = {}
     for sequence, span in enumerate(grid.spans):
         for c in range(max(span.first, window_chunks), span.end):
@@ -222,5 +226,5 @@ def _sink_parts(grid: ChunkGrid, sinks: int, window_chunks: int, device: torch.d
 
 
 def _lse_of(grid: ChunkGrid, lse: Tensor) -> Tensor:
-    """`[rows, H, chunk]` to `[B, H, T]`."""
+    """Take `[rows, H, chunk]` to `[B, H, T]`."""
     return grid.tokens_of(lse.transpose(1, 2)).transpose(1, 2)

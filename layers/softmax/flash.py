@@ -7,14 +7,13 @@ block needs that of the whole softmax. Names and orders are those of flash-attn 
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..backends import load_kernels
 
 V2, CUTE = "flash_attn", "flash_attn_cute"
 MODULES = {
@@ -27,33 +26,21 @@ GENERATIONS = {V2: range(8, 100), CUTE: range(9, 11)}
 
 
 def fitting(head_size: int, generation: int) -> str | None:
-    """The installed package to use on a GPU of compute capability `generation`, the newer one first."""
+    """Find the installed package to use on a GPU of compute capability `generation`, the newer one first."""
     for name in (CUTE, V2):
         if head_size <= LARGEST_HEAD[name] and generation in GENERATIONS[name] and functions(name):
             return name
     return None
 
 
-@cache
-def functions(name: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Forward and backward; None where the package is not installed. A broken one is told once."""
+def functions(name: str) -> tuple[Callable[..., Any], ...] | None:
+    """Give the package's forward and backward; None where it is not installed."""
     module, *wanted = MODULES[name]
-    try:
-        found = importlib.import_module(module)
-        forward, backward = (getattr(found, function) for function in wanted)
-        return forward, backward
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "flash_attn":
-            return None
-        problem: Exception = error
-    except Exception as error:  # missing drivers and half-installed packages come as many types
-        problem = error
-    warnings.warn(f"{module} cannot be loaded ({problem}); another kernel computes instead", stacklevel=2)
-    return None
+    return load_kernels(module, module, *wanted)
 
 
 def forward(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output `[R, T, H, D]` and log-sum-exp `[R, H, T]`."""
+    """Compute output `[R, T, H, D]` and log-sum-exp `[R, H, T]`."""
     run, _ = _loaded(name)
     if name == V2:
         found = run(
@@ -66,19 +53,14 @@ def forward(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
 
 
 def backward(
-    name: str,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
+    name: str, joint: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; repeatable where torch's deterministic algorithms are asked for."""
+    """Compute gradients of q, k and v; repeatable where torch's deterministic algorithms are asked for.
+
+    `joint`: the output's gradient, the output, and the log-sum-exp, of the whole softmax.
+    """
     _, run = _loaded(name)
-    grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
+    grad, out, lse = (x.contiguous() for x in joint)
     if name == CUTE:
         dq, dk, dv = run(q, k, v, out, grad, lse, softmax_scale=scale, causal=causal)[:3]
         return dq, dk, dv
@@ -91,7 +73,7 @@ def backward(
     return dq, dk, dv
 
 
-def _loaded(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _loaded(name: str) -> tuple[Callable[..., Any], ...]:
     found = functions(name)
     if found is None:
         raise RuntimeError(f"{MODULES[name][0]} is not installed")

@@ -1,4 +1,5 @@
-"""Sequences cut into rows of whole chunks, and the parts of a softmax over a window of such chunks."""
+"""A grid: sequences laid out in rows of whole chunks; and the parts of a softmax over a window of such
+chunks."""
 
 from __future__ import annotations
 
@@ -25,16 +26,16 @@ class Span:
 
     @property
     def end(self) -> int:
-        """Chunk index after the last one."""
+        """Index of the chunk after the last one."""
         return self.first + self.count
 
     def query(self, chunk: int) -> int:
-        """Grid row of that chunk's queries."""
+        """Find the grid row of that chunk's queries."""
         assert self.first <= chunk < self.end
         return self.query_row + chunk - self.first
 
     def key(self, chunk: int) -> int:
-        """Grid row of that chunk's keys."""
+        """Find the grid row of that chunk's keys."""
         assert self.first - self.held <= chunk < self.end
         return self.key_row + chunk - self.first + self.held
 
@@ -56,7 +57,8 @@ class ChunkGrid:
 
     @classmethod
     def equal(cls, batch: int, tokens: int, chunk: int, position: int = 0, held: int = 0) -> ChunkGrid:
-        """`batch` sequences of `tokens` tokens that start at `position`; keys start `held` chunks earlier."""
+        """Lay out `batch` sequences of `tokens` tokens that start at `position`; keys start `held` chunks
+        earlier."""
         first, front = divmod(position, chunk)
         count = -(-(front + tokens) // chunk)
         spans = (Span(first, held, count, b * count, b * (held + count)) for b in range(batch))
@@ -66,7 +68,8 @@ class ChunkGrid:
     def packed(
         cls, starts: Sequence[int], lengths: Sequence[int], chunk: int, device: torch.device
     ) -> ChunkGrid:
-        """Documents of one row, each from its own position 0: `lengths[i]` tokens from `starts[i]` on."""
+        """Lay out documents of one row, each from its own position 0: `lengths[i]` tokens from `starts[i]`
+        on."""
         spans: list[Span] = []
         index, places = [], []
         for start, length in zip(starts, lengths, strict=True):
@@ -78,11 +81,11 @@ class ChunkGrid:
         return cls(chunk, tuple(spans), sum(lengths), index=every, places=found)
 
     def queries(self, x: Tensor) -> Tensor:
-        """`[B, T, ...]` to `[query rows, chunk, ...]`."""
+        """Take `[B, T, ...]` to `[query rows, chunk, ...]`."""
         return self._rows(x, self.front)
 
     def keys(self, x: Tensor) -> Tensor:
-        """`[B, held * chunk + front + T, ...]` to `[key rows, chunk, ...]`."""
+        """Take `[B, held * chunk + front + T, ...]` to `[key rows, chunk, ...]`."""
         return self._rows(x, 0)
 
     def _rows(self, x: Tensor, front: int) -> Tensor:
@@ -94,19 +97,15 @@ class ChunkGrid:
         return x.reshape(-1, self.chunk, *x.shape[2:])
 
     def tokens_of(self, y: Tensor) -> Tensor:
-        """`[query rows, chunk, ...]` back to `[B, T, ...]`."""
+        """Take `[query rows, chunk, ...]` back to `[B, T, ...]`."""
         if self.places is not None:
             return y.flatten(0, 1).index_select(0, self.places).unsqueeze(0)
         y = y.reshape(len(self.spans), -1, *y.shape[2:])
         return y[:, self.front : self.front + self.tokens]
 
-    def chunks(self) -> list[tuple[Span, int]]:
-        """Every query row's sequence and chunk index, in the order of rows."""
-        return [(span, chunk) for span in self.spans for chunk in range(span.first, span.end)]
-
     def window_parts(self, window_chunks: int, device: torch.device) -> list[Part]:
-        """Every chunk over itself, causally, and over the `window_chunks - 1` chunks before it."""
-        chunks = self.chunks()
+        """Show every chunk itself, causally, and the `window_chunks - 1` chunks before it."""
+        chunks = [(span, chunk) for span in self.spans for chunk in range(span.first, span.end)]
         parts = []
         for back in range(window_chunks):
             seen = [(i, s.key(c - back)) for i, (s, c) in enumerate(chunks) if c - back >= s.first - s.held]
@@ -118,7 +117,7 @@ class ChunkGrid:
 
 
 def rows(numbers: Iterable[int], device: torch.device) -> Rows:
-    """A selection of these rows: a slice, which needs no copy, where they follow each other."""
+    """Select these rows: by a slice, which needs no copy, where they follow each other."""
     numbers = list(numbers)
     if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return slice(numbers[0], numbers[0] + len(numbers))

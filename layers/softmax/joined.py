@@ -41,7 +41,7 @@ class Part(NamedTuple):
 def joined_attention(
     queries: list[Tensor], keys: list[Tensor], values: list[Tensor], parts: list[Part], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of every query over the union of the parts that name it.
+    """Compute softmax attention of every query over the union of the parts that name it.
 
     Args:
         queries: versions of the queries, each `[R, T, H, D]`.
@@ -76,12 +76,12 @@ class Joint:
         parts: list[Part],
         scale: float,
     ) -> None:
-        """Take in more keys."""
+        """Add keys to the softmax."""
         for part in parts:
             q, k, v = _operands(queries, keys, values, part)
-            share, own = kernels.forward(kernel, q, k, v, part.mask, scale)
+            partial, own = kernels.forward(kernel, q, k, v, part.mask, scale)
             if self.out is None and _everything(part, self.like):
-                self.out, self.lse = share.to(self.dtype), own
+                self.out, self.lse = partial.to(self.dtype), own
                 continue
             if self.out is None:
                 self.out = torch.zeros(self.like.shape, dtype=self.dtype, device=self.like.device)
@@ -90,11 +90,11 @@ class Joint:
             after = torch.logaddexp(before, own)
             weight = torch.exp(own - after).transpose(1, 2)[..., None]
             if self._may_move() and _everything(part, self.like):
-                self.out = torch.lerp(self.out, share, weight, out=self.into)
+                self.out = torch.lerp(self.out, partial, weight, out=self.into)
             elif isinstance(part.q_rows, slice):
-                self.out[at_out].lerp_(share.to(self.dtype), weight)
+                self.out[at_out].lerp_(partial.to(self.dtype), weight)
             else:
-                self.out[at_out] = self.out[at_out].lerp_(share.to(self.dtype), weight)
+                self.out[at_out] = self.out[at_out].lerp_(partial.to(self.dtype), weight)
             self.lse[at_lse] = after
 
     def _may_move(self) -> bool:
@@ -102,7 +102,7 @@ class Joint:
         return self.into is not None and self.into is not self.out and self.into.dtype == self.dtype
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Output in the queries' dtype, and log-sum-exp."""
+        """Give the output in the queries' dtype, and the log-sum-exp."""
         out = torch.zeros_like(self.like) if self.out is None else self.out
         if self.into is None:
             return out.to(self.like.dtype), self.lse
@@ -112,24 +112,24 @@ class Joint:
 
 
 class Gradient:
-    """A gradient gathered from parts, in at least fp32."""
+    """Sum of a gradient's contributions from parts, in at least fp32."""
 
     def __init__(self, like: Tensor, total: Tensor | None = None) -> None:
         """`like`: what the gradient is of; `total`: what the parts are added to, in place."""
         self.like = like
         self.total = total
 
-    def add(self, rows: Rows, tokens: slice, share: Tensor) -> None:
-        wide = torch.promote_types(share.dtype, torch.float32)
-        if self.total is None and share.shape == self.like.shape and isinstance(rows, slice):
-            self.total = share.to(wide)
+    def add(self, rows: Rows, tokens: slice, grad: Tensor) -> None:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        if self.total is None and grad.shape == self.like.shape and isinstance(rows, slice):
+            self.total = grad.to(wide)
             return
         if self.total is None:
-            self.total = torch.zeros(self.like.shape, dtype=wide, device=share.device)
+            self.total = torch.zeros(self.like.shape, dtype=wide, device=grad.device)
         if isinstance(rows, slice):
-            self.total[rows, tokens] += share
+            self.total[rows, tokens] += grad
         else:
-            self.total[:, tokens].index_add_(0, rows, share.to(wide))
+            self.total[:, tokens].index_add_(0, rows, grad.to(wide))
 
     def result(self) -> Tensor:
         return torch.zeros_like(self.like) if self.total is None else self.total.to(self.like.dtype)
@@ -145,7 +145,7 @@ def part_gradients(
     scale: float,
     gradients: tuple[list[Gradient], list[Gradient], list[Gradient]],
 ) -> None:
-    """Add the parts' share to the gradients of queries, keys and values.
+    """Add what the parts contribute to the gradients of queries, keys and values.
 
     `joint`: the output's gradient, the output, and the log-sum-exp, of the whole softmax.
     """
@@ -153,20 +153,11 @@ def part_gradients(
     for part in parts:
         rows, tokens = part.q_rows, part.q_tokens
         q, k, v = _operands(queries, keys, values, part)
-        whole = (grad[rows, tokens], q, k, v, out[rows, tokens], lse[rows, :, tokens])
-        shares = kernels.backward(kernel, *whole, part.mask, scale)
-        gradients[0][part.query].add(rows, tokens, shares[0])
-        gradients[1][part.key].add(part.k_rows, part.k_tokens, shares[1])
-        gradients[2][part.key].add(part.k_rows, part.k_tokens, shares[2])
-
-
-def part_share(
-    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], part: Part, lse: Tensor, scale: float
-) -> Tensor:
-    """Attention mass `[rows, H, T]` that the part's queries put on the part's keys, given the joint `lse`."""
-    q, k, v = _operands(queries, keys, values, part)
-    _, own = kernels.forward(kernels.choose(q), q, k, v, part.mask, scale)
-    return torch.exp(own - lse[part.q_rows, :, part.q_tokens])
+        own = grad[rows, tokens], out[rows, tokens], lse[rows, :, tokens]
+        grads = kernels.backward(kernel, own, q, k, v, part.mask, scale)
+        gradients[0][part.query].add(rows, tokens, grads[0])
+        gradients[1][part.key].add(part.k_rows, part.k_tokens, grads[1])
+        gradients[2][part.key].add(part.k_rows, part.k_tokens, grads[2])
 
 
 class _Joined(torch.autograd.Function):

@@ -4,7 +4,7 @@ Shapes: q `[R, T, H, D]`, k and v `[R, S, G, D]` with T, S >= 1 and H a multiple
 key/value head h // (H / G)); R is any number of independent blocks. Tensors may be strided views.
 
 `backward` takes the output and log-sum-exp of the *whole* softmax, of which this block's keys may be only a
-part; its gradients are then this block's share of the whole gradients.
+part; its gradients are then what this block adds to the whole gradients.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends import plain_forced
 from ..errors import LayerError
-from ..plain import plain_forced
 from . import flash
 
 
@@ -36,12 +36,13 @@ class Mask(Enum):
 KERNELS = ("plain", "cpu", "cuda", *flash.MODULES)
 """Matrix products; torch's flash operators for CPU and for CUDA; the flash-attn packages."""
 LARGEST_HEAD = 256
+Tensors = tuple[Tensor, Tensor, Tensor]
 _forced: ContextVar[str | None] = ContextVar("kernel", default=None)
 
 
 @contextmanager
 def force_kernel(name: str) -> Iterator[None]:
-    """Inside this context, and in later backwards of it, attention runs this one of KERNELS or fails.
+    """Run attention inside this context, and later in its backward, by this one of KERNELS or fail.
 
     `force_plain`, which is for all layers, goes before it.
     """
@@ -55,7 +56,7 @@ def force_kernel(name: str) -> Iterator[None]:
 
 
 def choose(q: Tensor) -> str:
-    """The kernel for queries `q`: one of KERNELS, the fastest that computes them."""
+    """Choose the kernel for queries `q`: one of KERNELS, the fastest that computes them."""
     forced = "plain" if plain_forced() else _forced.get()
     if forced is not None:
         return forced
@@ -74,7 +75,7 @@ def choose(q: Tensor) -> str:
 
 @cache
 def _plain_head(head_size: int, allowed: str) -> str:
-    """Cached, so that it is said once."""
+    """Choose plain products, and warn (once, as it is cached)."""
     warnings.warn(
         f"heads of {head_size} features do not fit the fast attention kernels ({allowed} do): plain matrix "
         "products compute them, exactly but slowly",
@@ -84,8 +85,8 @@ def _plain_head(head_size: int, allowed: str) -> str:
 
 
 def forward(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-    """Output `[R, T, H, D]` (q's dtype; at least fp32 from the plain kernel) and log-sum-exp `[R, H, T]` (at
-    least fp32)."""
+    """Compute output `[R, T, H, D]` (q's dtype; at least fp32 from the plain kernel) and log-sum-exp `[R, H,
+    T]` (at least fp32)."""
     _check(q, k, mask)
     if kernel in flash.MODULES and mask is not Mask.UPPER:
         return flash.forward(kernel, q, k, v, mask is Mask.LOWER, scale)
@@ -93,21 +94,14 @@ def forward(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: flo
 
 
 def backward(
-    kernel: str,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Mask,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `grad` and `out` `[R, T, H, D]`, `lse` `[R, H, T]` of the whole softmax."""
+    kernel: str, joint: Tensors, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+) -> Tensors:
+    """Compute gradients of q, k and v; `grad` and `out` `[R, T, H, D]`, `lse` `[R, H, T]` of the whole
+    softmax."""
     _check(q, k, mask)
     if kernel in flash.MODULES and mask is not Mask.UPPER:
-        return flash.backward(kernel, grad, q, k, v, out, lse, mask is Mask.LOWER, scale)
-    return _OWN[kernel][1](grad, q, k, v, out, lse, mask, scale)
+        return flash.backward(kernel, joint, q, k, v, mask is Mask.LOWER, scale)
+    return _OWN[kernel][1](joint, q, k, v, mask, scale)
 
 
 def _check(q: Tensor, k: Tensor, mask: Mask) -> None:
@@ -117,7 +111,7 @@ def _check(q: Tensor, k: Tensor, mask: Mask) -> None:
 
 
 def _hidden(mask: Mask, size: int, device: torch.device) -> Tensor:
-    """`[T, T]`, true where the key is not seen."""
+    """Make the mask `[T, T]`, true where the key is not seen."""
     every = torch.ones(size, size, dtype=torch.bool, device=device)
     return every.triu(1) if mask is Mask.LOWER else every.tril(-1)
 
@@ -126,7 +120,7 @@ def _hidden(mask: Mask, size: int, device: torch.device) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits `[R, G, H/G, T, S]`, and q and k laid out for them, in at least fp32."""
+    """Compute logits `[R, G, H/G, T, S]`, and q and k laid out for them, in at least fp32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q_RGMTD = q.to(wide).transpose(1, 2).unflatten(1, (k.shape[2], -1))
     k_RG1SD = k.to(wide).transpose(1, 2).unsqueeze(2)
@@ -144,18 +138,17 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) ->
     return out.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)
 
 
-def _plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_backward(joint: Tensors, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensors:
+    grad, out, lse = joint
     logits, q_RGMTD, k_RG1SD = _scores(q, k, mask, scale)
     heads = (k.shape[2], -1)
     weights = torch.exp(logits - lse.unflatten(1, heads)[..., None])
     grad_RGMTD = grad.to(weights.dtype).transpose(1, 2).unflatten(1, heads)
     delta = (grad_RGMTD * out.to(weights.dtype).transpose(1, 2).unflatten(1, heads)).sum(-1, keepdim=True)
     v_RG1SD = v.to(weights.dtype).transpose(1, 2).unsqueeze(2)
-    slope = weights * (grad_RGMTD @ v_RG1SD.mT - delta) * scale
-    dq = (slope @ k_RG1SD).flatten(1, 2).transpose(1, 2)
-    dk = (slope.mT @ q_RGMTD).sum(2).transpose(1, 2)
+    d_logits = weights * (grad_RGMTD @ v_RG1SD.mT - delta) * scale
+    dq = (d_logits @ k_RG1SD).flatten(1, 2).transpose(1, 2)
+    dk = (d_logits.mT @ q_RGMTD).sum(2).transpose(1, 2)
     dv = (weights.mT @ grad_RGMTD).sum(2).transpose(1, 2)
     return dq, dk, dv
 
@@ -178,9 +171,8 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> t
     return out.transpose(1, 2), lse
 
 
-def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(joint: Tensors, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensors:
+    grad, out, lse = joint
     attn_mask = _cpu_mask(mask, q)
     grad, q, k, v, out = (_last_axis_dense(x).transpose(1, 2) for x in (grad, q, k, v, out))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -210,9 +202,8 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> 
     return out, lse
 
 
-def _cuda_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cuda_backward(joint: Tensors, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensors:
+    grad, out, lse = joint
     grad, q, k, v, out = (_last_axis_dense(x) for x in (grad, q, k, v, out))
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # state of a dropout there is none of
     return torch.ops.aten._flash_attention_backward(

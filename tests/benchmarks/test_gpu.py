@@ -13,9 +13,8 @@ ROOT = Path(__file__).parent.parent.parent
 UNINSTALLED = """
 import runpy, sys
 sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in str(finder)]
-sys.argv = sys.argv[1:]
 try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)
 finally:
     print("layers from", sys.modules["hybrid.layers"].__file__)
 """
@@ -31,15 +30,15 @@ def bare(tmp_path_factory):
 
 
 def run(bare, *arguments):
-    command = [sys.executable, "-c", UNINSTALLED, bare / "benchmarks" / "gpu.py", "--tiny", "--output", bare]
+    command = [sys.executable, "-c", UNINSTALLED, "--quick", "--output", bare]
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, cwd=bare)
 
 
-def test_every_part_runs_in_a_bare_checkout(bare):
+def test_every_section_runs_in_a_bare_checkout(bare):
     done = run(bare)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert f"layers from {bare / 'layers' / '__init__.py'}" in done.stdout
-    found = json.loads((bare / "gpu-tiny.json").read_text())
+    found = json.loads((bare / "gpu-quick.json").read_text())
     assert not [name for name, section in found.items() if "error" in section]
     assert {case["status"] for case in found["verify"]["bf16"].values()} == {"pass"}
     assert {row["work"].split(", ")[0] for row in found["operator"]["rows"]} == {"forward+backward"}
@@ -54,8 +53,8 @@ def test_every_part_runs_in_a_bare_checkout(bare):
     assert "RuntimeError" in found["variants"]["full, CUDNN_ATTENTION"]  # told, and no reason to stop
 
 
-def test_a_part_without_time_is_left_out_and_the_results_say_so(bare):
+def test_a_section_without_time_is_left_out_and_the_results_say_so(bare):
     done = run(bare, "--seconds", "3", "--only", "operator", "--only", "ceilings")
     assert done.returncode == 1
-    found = json.loads((bare / "gpu-tiny.json").read_text())
+    found = json.loads((bare / "gpu-quick.json").read_text())
     assert found["operator"]["error"].startswith("left out: it needs 60 s")

@@ -1,9 +1,12 @@
-"""Recipes to load and to change."""
+"""Recipes to load, to change and to train."""
+
+from pathlib import Path
 
 import pytest
 
 from hybrid import layers
 
+from .train import tiny
 from .two_kinds import BASE, Slots, Wide
 
 
@@ -28,3 +31,9 @@ def write(tmp_path):
 @pytest.fixture
 def base(write):
     return write(BASE, "base.yaml")
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe file whose data is prepared; give every run its own output."""
+    return tiny.prepare(tmp_path_factory.mktemp("tiny"))

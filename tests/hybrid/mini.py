@@ -1,4 +1,4 @@
-"""The small model of these tests (MINI of the trials): one layer each of KVM, RWKV-7, sliding window and full
+"""The small model of these tests: one layer each of KVM, RWKV-7, sliding window and full
 attention, hidden 64 with 4 heads and 2 KV heads, window 32, KVM chunk 16, vocabulary 320."""
 
 import torch

@@ -13,7 +13,7 @@ from hybrid.layers import Context, Mixer, MixerState, Site, kinds, mixer_class
 
 HIDDEN = 32
 KINDS = list(kinds())
-LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 65, 100)  # T027
+LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 65, 100)  # fla-org/flash-linear-attention#88
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 # Given to every kind whose options have a field of that name: windows and chunks short enough that sixty

@@ -1,4 +1,4 @@
-"""Linear recurrences over a cut sequence, part by part in one process: the mathematics, no exchange."""
+"""Linear recurrences over a sharded sequence, shard by shard in one process: the mathematics, no exchange."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def in_parts(across: AcrossRanks, tokens: dict[str, Tensor], size: int, whole: t
     shards = [SequenceShard(None, rank, size, T, whole) for rank in range(size)]
     dtype = next(iter(tokens.values())).dtype
     parts = [
-        across.part(
+        across.from_zero(
             {name: x[:, shard.span] for name, x in tokens.items()}, shard.lengths, shard.continues, dtype
         )
         for shard in shards
@@ -70,8 +70,8 @@ def in_parts(across: AcrossRanks, tokens: dict[str, Tensor], size: int, whole: t
 @pytest.mark.parametrize("size", [2, 4, 35])
 @pytest.mark.parametrize("name", ["gated_deltanet", "kimi_delta", "rwkv7", "ssd"])
 def test_parts_from_zero_give_the_whole_in_values_and_gradients(name: str, size: int):
-    """With documents that begin before, at and after a cut, and span three parts or more; parts of four
-    tokens."""
+    """With documents that begin before, at and after a shard's border, and span three shards or more; shards
+    of four tokens."""
     for whole in LAYOUTS if size < 35 else LAYOUTS[-2:]:
         across, tokens = operands(name, 1 if whole else 2)
         inputs = [x.requires_grad_() for x in tokens.values()]

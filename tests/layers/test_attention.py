@@ -17,7 +17,7 @@ LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 65, 100)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_outputs_and_gradients_match_the_stepwise_twin(kind, length):
-    """T027."""
+    """Also of partial chunks (fla-org/flash-linear-attention#88)."""
     mixer, x = build(kind, torch.float32), tokens(2, length, torch.float32).requires_grad_()
     y, expected = mixer(x)[0], mix(mixer, x)
     torch.testing.assert_close(y, expected, atol=1e-5, rtol=0)
@@ -66,7 +66,7 @@ def paths(mixer, x):
     ],
 )
 def test_exactly_the_documented_keys_are_visible_on_every_path(kind, changes):
-    """T022: changing token j moves output i if, and only if, j is visible to i."""
+    """Changing token j moves output i if, and only if, j is visible to i (huggingface/transformers#39408)."""
     mixer, x = build(kind, token_shift=False, value_residual=False, **changes), tokens(1, 14)
     outputs = paths(mixer, x)
     for j in range(x.shape[1]):
@@ -80,7 +80,7 @@ def test_exactly_the_documented_keys_are_visible_on_every_path(kind, changes):
 
 @pytest.mark.parametrize("window", [40, 41, 1000])
 def test_a_window_as_long_as_the_sequence_is_full_attention(window):
-    """T022."""
+    """A window one token too wide or too narrow would show (Dao-AILab/flash-attention#1133)."""
     x = tokens(2, 40)
     sliding = build("sliding_window", window=window, rotary_dim=4)
     full = build("full", rotary_dim=4)
@@ -90,7 +90,7 @@ def test_a_window_as_long_as_the_sequence_is_full_attention(window):
 
 @pytest.mark.parametrize("prompt", [1, 30, 31, 32, 33, 64, 100])
 def test_decoding_past_a_sliding_window(prompt):
-    """T035."""
+    """The cache stays right when the total reaches the window (huggingface/transformers#37574, #38156)."""
     mixer, x = build("sliding_window", window=32), tokens(1, prompt + 40)
     with torch.no_grad():
         expected, _ = mixer(x)

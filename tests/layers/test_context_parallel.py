@@ -123,7 +123,7 @@ def test_queries_keys_and_a_gate_travel_together(two_ranks: Any):
         ((1, 5, 2), [((1, 3), 0), ((2, 2), 3)]),
     ],
 )
-def test_a_packed_row_is_cut_through_its_documents(whole: tuple[int, ...], chunks: list[Any]):
+def test_a_packed_row_is_sharded_through_its_documents(whole: tuple[int, ...], chunks: list[Any]):
     shards = [alone(2, rank, whole=whole) for rank in range(2)]
     assert shards[0].segments == tuple(Segments(*chunk) for chunk in chunks)
     for shard, (lengths, carried) in zip(shards, chunks, strict=True):
@@ -162,7 +162,7 @@ def test_what_cannot_be_is_refused_in_words(make: Any, words: str):
         make()
 
 
-def test_a_mixer_that_does_not_know_how_to_cross_a_cut_is_refused():
+def test_a_mixer_that_cannot_share_a_sequence_is_refused():
     class Unknowing(Mixer):
         kind = "unknowing"
 
@@ -170,7 +170,7 @@ def test_a_mixer_that_does_not_know_how_to_cross_a_cut_is_refused():
         Unknowing.check_sharding(None, Site(HIDDEN, layer=3, num_layers=4), 2, T)
 
 
-def test_a_cut_sequence_goes_on_from_no_state():
+def test_a_sharded_sequence_goes_on_from_no_state():
     mixer = build("full")
     x = torch.zeros(1, 4, HIDDEN, dtype=torch.float64)
     with pytest.raises(LayerError, match="goes on from no state"):

@@ -46,7 +46,7 @@ def cuts_of(total: int):
 @given(data=st.data())
 @settings(max_examples=12, deadline=None, derandomize=True)
 def test_any_split_into_calls_equals_one_call(kind, data):
-    """T037, and T027's lengths: values, final state and gradients."""
+    """Values, final state and gradients, at the lengths of fla-org/flash-linear-attention#88."""
     length = data.draw(st.sampled_from(LENGTHS))
     cuts = data.draw(cuts_of(length))
     mixer, x = build(kind), tokens(2, length).requires_grad_()
@@ -61,7 +61,7 @@ def test_any_split_into_calls_equals_one_call(kind, data):
 @given(data=st.data())
 @settings(max_examples=8, deadline=None, derandomize=True)
 def test_calls_that_take_the_state_over_equal_one_call(kind, data):
-    """Without gradients, where decoding writes in place; T035 for windows."""
+    """Without gradients, where decoding writes in place; huggingface/transformers#37574 for windows."""
     length = data.draw(st.sampled_from(LENGTHS))
     cuts = data.draw(st.one_of(cuts_of(length), st.just([1] * length)))
     mixer, x = build(kind), tokens(2, length)
@@ -74,7 +74,7 @@ def test_calls_that_take_the_state_over_equal_one_call(kind, data):
 
 @every_kind
 def test_every_length_up_to_100_and_going_on_from_it(kind):
-    """T027."""
+    """fla-org/flash-linear-attention#88."""
     mixer, x = build(kind), tokens(1, 101)
     with torch.no_grad():
         y, _ = mixer(x)
@@ -86,7 +86,7 @@ def test_every_length_up_to_100_and_going_on_from_it(kind):
 @every_kind
 @pytest.mark.parametrize("cuts", [[128, 128], [200, 56]], ids=str)
 def test_256_tokens_in_two_calls_in_fp32(kind, cuts):
-    """T014."""
+    """fla-org/flash-linear-attention#494."""
     mixer, x, routes = build(kind, torch.float32), tokens(2, 256, torch.float32), {}
     y, state = mixer(x, Context.of(x, routes=routes))
     y_split, state_split = in_pieces(mixer, x, cuts, routes=routes)
@@ -141,7 +141,8 @@ def test_packed_documents_continue_from_their_states(kind):
 
 @every_kind
 def test_documents_at_any_positions_go_on_together_as_each_alone(kind):
-    """T034. Equal lengths too, where position-free mixers make one batch of several documents."""
+    """huggingface/transformers#46773. Equal lengths too, where position-free mixers make one batch of several
+    documents."""
     mixer, x = build(kind), tokens(4, 40)
     places, states, found = [0] * 4, [None] * 4, [[] for _ in range(4)]
     with torch.no_grad():
@@ -183,7 +184,7 @@ def test_later_tokens_do_not_change_earlier_outputs(kind):
 
 @every_kind
 def test_empty_documents_and_calls_are_refused(kind):
-    """T023."""
+    """fla-org/flash-linear-attention#103."""
     mixer, x = build(kind), tokens(1, 48)
     for borders in ([0, 16, 16, 48], [0, 0, 48], [0, 48, 48]):
         with pytest.raises(ValueError, match="of the packed row has 0 tokens"):

@@ -27,7 +27,8 @@ from .mixers import (
 @every_kind
 @pytest.mark.parametrize("length", LENGTHS)
 def test_values_and_gradients_are_those_of_the_stepwise_twin(kind, length):
-    """T027. Without rotary, whose tables are fp32, where a kind can do without."""
+    """fla-org/flash-linear-attention#88. Without rotary, whose tables are fp32, where a kind can do
+    without."""
     rotary, tolerance = (2, 1e-6) if kind == "kvm" else (0, 1e-10)
     mixer, x = build(kind, rotary_dim=rotary), tokens(1, length).requires_grad_()
     y, expected = mixer(x)[0], stepwise(mixer, x)
@@ -79,7 +80,7 @@ def test_state_bytes_are_those_of_real_states(kind, dtype):
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_output_has_the_input_dtype_and_is_near_float64(kind, dtype):
-    """T039: lengths beyond every window, so that states are used."""
+    """Lengths beyond every window, so that states are used."""
     exact, x = build(kind), tokens(2, 80)
     low = build(kind, dtype)
     for name, parameter in low.named_parameters():  # both compute with the same numbers
@@ -122,7 +123,7 @@ FINITE = [
 @every_kind
 @pytest.mark.parametrize(("length", "dtype", "seeds", "options"), FINITE, ids=str)
 def test_fresh_layers_are_finite_forward_and_backward_and_after_a_step(kind, length, dtype, seeds, options):
-    """T025. Two steps, as many layers give nothing before the first."""
+    """fla-org/flash-linear-attention#150. Two steps, as many layers give nothing before the first."""
     for seed in seeds:
         mixer, x = fresh(kind, dtype, seed, **options), tokens(1, length, dtype, seed).requires_grad_()
         optimizer = torch.optim.AdamW(mixer.parameters(), lr=1e-2)
@@ -172,7 +173,7 @@ def test_statistics_are_finite_scalars_named_after_the_layer_and_change_nothing(
 
 @every_kind
 def test_repeated_runs_are_identical(kind):
-    """T031."""
+    """Dao-AILab/flash-attention#414."""
 
     def run():
         mixer = build(kind, torch.float32)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.layers import Context
-from hybrid.layers.linear import kernels
-from hybrid.layers.linear.kernels import fla_function
+from hybrid.layers import Context, backends
+from hybrid.layers.linear import fla
 from hybrid.layers.softmax import force_plain
 
 from ..parity.linear_reference import delta_steps, ssd_steps
@@ -79,10 +78,10 @@ def calls(monkeypatch):
             setattr(made, name, stand_in(name, function))
     for name, made in {"fla": ModuleType("fla"), "fla.ops": ModuleType("fla.ops"), **modules}.items():
         monkeypatch.setitem(sys.modules, name, made)
-    monkeypatch.setattr(kernels, "on_supported_gpu", lambda x: True)
-    kernels._load.cache_clear()
+    monkeypatch.setattr(fla, "on_supported_gpu", lambda device, dtype: True)
+    backends.load_kernels.cache_clear()
     yield called
-    kernels._load.cache_clear()
+    backends.load_kernels.cache_clear()
 
 
 @every_kind
@@ -124,19 +123,18 @@ def test_short_calls_without_gradients_run_the_recurrent_kernel(kind, calls):
 
 
 def test_torch_computes_where_kernels_cannot():
-    x = torch.zeros(1)
-    assert fla_function("fla.ops.kda:chunk_kda", x, 64) is None
-    assert fla_function("fla.ops.kda:chunk_kda", x.bfloat16(), 64) is None
+    for dtype in (torch.float32, torch.bfloat16):
+        assert fla.fla_kernel("fla.ops.kda:{}_kda", torch.zeros(1, 1), 64, dtype) is None
 
 
 def test_wide_keys_are_not_for_the_kernels(calls):
-    assert fla_function("fla.ops.kda:chunk_kda", torch.zeros(1), 256) is not None
-    assert fla_function("fla.ops.kda:chunk_kda", torch.zeros(1), 257) is None
+    assert fla.fla_kernel("fla.ops.kda:{}_kda", torch.zeros(1, 1), 256, torch.bfloat16) is not None
+    assert fla.fla_kernel("fla.ops.kda:{}_kda", torch.zeros(1, 1), 257, torch.bfloat16) is None
 
 
 def test_a_broken_installation_is_told_and_torch_computes(calls):
     with pytest.warns(UserWarning, match="fla.ops.kda:no_such cannot be loaded"):
-        assert fla_function("fla.ops.kda:no_such", torch.zeros(1), 64) is None
+        assert fla.fla_kernel("fla.ops.kda:no_such", torch.zeros(1, 1), 64, torch.bfloat16) is None
 
 
 needs_kernels = pytest.mark.skipif(
@@ -175,7 +173,7 @@ def test_kernels_agree_with_torch_on_the_gpu(kind):
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet", "kimi_delta", "ssd"])
-def test_parts_of_a_cut_sequence_run_the_kernels(name, calls):
+def test_shards_run_the_kernels(name, calls):
     """Also the part whose start is not known yet, with the columns that carry its transition."""
     across, tokens_of = operands(name, 1)
     found = in_parts(across, tokens_of, 2, (30, 110))

@@ -17,7 +17,7 @@ from ..parity.twins import linear_layer
 from .mixers import assert_same_gradients, build, gradients, tokens
 
 KINDS = ("gated_deltanet", "kimi_delta", "mamba2")
-LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 65, 100)  # T027
+LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 65, 100)  # fla-org/flash-linear-attention#88
 VARIANTS = [
     ("gated_deltanet", {"num_v_heads": None}),
     ("gated_deltanet", {"num_v_heads": 8, "allow_neg_eigval": True, "conv_bias": True, "conv_size": 3}),
@@ -52,7 +52,7 @@ def test_operator_vectors_hold(case, dtype, tolerance):
 @every_variant
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_layer_equals_its_stepwise_twin(kind, changes, length):
-    """T027: values, final state and gradients, from a state that is not zero."""
+    """fla-org/flash-linear-attention#88: values, final state and gradients, from a state that is not zero."""
     mixer, x = build(kind, **changes), tokens(2, length).requires_grad_()
     start = {n: torch.randn_like(t) for n, t in mixer.empty_state(2).tensors().items()}
     state = mixer.empty_state(2).map(torch.zeros_like)
@@ -69,7 +69,8 @@ def test_a_layer_equals_its_stepwise_twin(kind, changes, length):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_equal_the_whole_from_a_random_state_in_fp32(kind):
-    """T014: 256 tokens at once, in halves, and unevenly; the state's axes are those documented."""
+    """fla-org/flash-linear-attention#494: 256 tokens at once, in halves, and unevenly; the state's axes are
+    those documented."""
     mixer, x = build(kind, torch.float32), tokens(2, 256, torch.float32)
     start = mixer.empty_state(2).map(torch.randn_like)
     whole, after = mixer(x, None, start)

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid.layers import Context, LayerError, Site, mixer_class
 from hybrid.layers.ovq import chunks as chunk_module
-from hybrid.layers.ovq.attention import OVQState, ovq_attention
-from hybrid.layers.ovq.dictionary import size_after
+from hybrid.layers.ovq.attention import OVQState, Routes, ovq_attention
+from hybrid.layers.ovq.dictionary import Centroids, size_after
 from hybrid.layers.ovq.mixer import OVQ, OVQLayerState, OVQOptions
 from hybrid.layers.softmax import force_plain
 from hybrid.verify.mixers import build_layer, stored_state
@@ -92,7 +92,7 @@ def slopes(y, given):
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("chunk", "limit"), [(8, 12), (8, 200), (1, 4), (3, 1), (16, 6)])
 def test_it_is_the_plain_twin(length, chunk, limit):
-    """T027: values, choices, final state and gradients."""
+    """fla-org/flash-linear-attention#88: values, choices, final state and gradients."""
     given = operands(length, batch=1 if length > 20 else 2)
     expected = reference(*given, chunk, limit)
     y, state, routes = ovq_attention(*given, chunk=chunk, max_centroids=limit)
@@ -162,7 +162,7 @@ def test_given_routes_are_taken_by_position():
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs, 1), expected.y)
     assert not torch.equal(reference(*other, 8, 12).slots, expected.slots)
-    first_half = chunk_module.Routes(routes.slot[..., :16])
+    first_half = Routes(routes.slot[..., :16])
     with pytest.raises(LayerError, match="for 16 tokens from 0 on; this call needs them for 8 from 16 on"):
         ovq_attention(*other, chunk=8, max_centroids=12, routes=first_half)
 
@@ -179,9 +179,7 @@ def test_one_centroid_stands_for_as_many_equal_keys():
 
 def test_the_log_of_a_count_survives_16_bits():
     counts = torch.tensor([3.0, 117.0, 1000.0, 0.0])[:, None]
-    keys, _ = chunk_module.readable(
-        chunk_module.Centroids(torch.zeros(1, 1, 4, 16), counts[None, None]), torch.bfloat16
-    )
+    keys, _ = chunk_module.readable(Centroids(torch.zeros(1, 1, 4, 16), counts[None, None]), torch.bfloat16)
     assert keys.shape == (1, 4, 1, 16)
     bias = keys[0, :, 0, 8:10].double().sum(-1)
     torch.testing.assert_close(bias[:3], counts[:3, 0].double().log(), atol=5e-5, rtol=0)

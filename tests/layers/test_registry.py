@@ -18,7 +18,7 @@ def test_built_in_kinds_are_found_with_documented_options():
 
 
 def test_an_unknown_kind_names_the_nearest():
-    with pytest.raises(LayerError, match="unknown layer kind 'sliding_windw'; did you mean 'sliding_window'"):
+    with pytest.raises(LayerError, match="unknown layer kind 'sliding_windw'; did you mean sliding_window"):
         registry.mixer_class("sliding_windw")
 
 

@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid.layers import Context, LayerError, Site, mixer_class
 from hybrid.layers import rwkv7 as module
-from hybrid.layers.linear import groups, rwkv7_op
+from hybrid.layers.linear import chunked as chunks
+from hybrid.layers.linear import fla, rwkv7_op
 from hybrid.layers.linear.rwkv7_op import chunked, rwkv7_recurrence, steps
 from hybrid.layers.rwkv7 import RWKV7, RWKV7Options, low_ranks
 from hybrid.verify.mixers import run_layer, run_operator
@@ -57,7 +58,7 @@ def test_values_on_the_way_hold(case, monkeypatch):
 @vectors.parametrize("rwkv7_op")
 @pytest.mark.parametrize("form", [steps, chunked])
 def test_operator_vectors_hold(case, form):
-    """T014: from a given, not symmetric state."""
+    """fla-org/flash-linear-attention#494: from a given, not symmetric state."""
     stored = case.tensors()
     vectors.assert_within(case, stored, run_operator(case, stored, form), 1e-5)
 
@@ -103,7 +104,7 @@ def assert_equal(found, expected, tolerance):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_both_forms_are_the_recurrence(length):
-    """T014 and T027: outputs, final state and all gradients, from a state."""
+    """fla-org/flash-linear-attention#494 and #88: outputs, final state and all gradients, from a state."""
     given = operands(length=length)
     expected = value_and_gradients(recurrence(*given), given)
     assert_equal(value_and_gradients(steps(*given), given), expected, 1e-12)
@@ -121,7 +122,7 @@ def test_chunks_are_exact_in_fp32_at_the_limits_of_the_decay(decay):
 def test_groups_of_chunks_join_without_a_seam(monkeypatch):
     given = operands(length=300)
     whole = value_and_gradients(chunked(*given), given)
-    monkeypatch.setattr(groups, "GROUP_ROWS", 1)
+    monkeypatch.setattr(chunks, "GROUP_ROWS", 1)
     assert_equal(value_and_gradients(chunked(*given), given), whole, 1e-13)
 
 
@@ -149,7 +150,7 @@ def test_the_recurrence_computes_in_fp32_whatever_it_is_given():
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("options", [{}, {"token_shift": False}, {"value_residual": False}])
 def test_outputs_and_gradients_match_the_stepwise_twin(length, options):
-    """T027, at a layer that takes the shared values of another."""
+    """fla-org/flash-linear-attention#88, at a layer that takes the shared values of another."""
     mixer = build("rwkv7", site=Site(HIDDEN, 2, 5, first_of_kind=False), **options)
     x, first = tokens(2, length).requires_grad_(), tokens(2, length, seed=5)
     shared = first if mixer.options.value_residual else None
@@ -313,15 +314,15 @@ def test_the_switch_for_plain_torch_and_missing_kernels_change_nothing():
 
 
 @pytest.mark.parametrize(
-    ("length", "grad", "name"),
+    ("length", "grad", "form"),
     [
-        (70, True, "fla.ops.rwkv7.chunk:chunk_rwkv7"),
-        (20, True, "fla.ops.rwkv7.chunk:chunk_rwkv7"),
-        (70, False, "fla.ops.rwkv7.chunk:chunk_rwkv7"),
-        (20, False, "fla.ops.rwkv7.fused_recurrent:fused_recurrent_rwkv7"),
+        (70, True, "chunk"),
+        (20, True, "chunk"),
+        (70, False, "chunk"),
+        (20, False, "fused_recurrent"),
     ],
 )
-def test_how_the_kernels_are_called(monkeypatch, length, grad, name):
+def test_how_the_kernels_are_called(monkeypatch, length, grad, form):
     """By keyword, scale 1, 16-bit operands with a wide decay, an fp32 state."""
     asked = []
 
@@ -331,15 +332,16 @@ def test_how_the_kernels_are_called(monkeypatch, length, grad, name):
         assert (scale, output_final_state, cu_seqlens) == (1.0, True, None)
         return steps(*(x.float() for x in (r, w, k, v, a, b)), initial_state)
 
-    def found(name, like, key_width):
-        asked.append((name, like.dtype, key_width))
-        return kernel
+    def found(*names):
+        asked.append(names)
+        return (kernel,)
 
-    monkeypatch.setattr(rwkv7_op, "fla_function", found)
+    monkeypatch.setattr(fla, "on_supported_gpu", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(fla, "load_kernels", found)
     given = [x.detach().float() for x in operands(length=length)]
     with torch.set_grad_enabled(grad):
         out, state = rwkv7_recurrence(*given[:-1], state=given[-1], dtype=torch.bfloat16)
-    assert asked == [(name, torch.bfloat16, 16)]
+    assert asked == [("fla", f"fla.ops.rwkv7.{form}", f"{form}_rwkv7")]
     expected = recurrence(*(x if i in (1, 6) else x.bfloat16().float() for i, x in enumerate(given)))
     assert_equal([out, state], expected, 1e-5)
 

@@ -19,9 +19,9 @@ T = 148  # in halves of 74 or quarters of 37, which no operator's chunk divides
 LAYOUTS: list[tuple[int, ...]] = [
     (),
     (148,),
-    (74, 74),  # at cuts, and one document over two of four ranks
-    (73, 75),  # a piece of one token, shorter than the convolutions
-    (35, 3, 37, 73),  # begins two before a cut, ends one after it
+    (74, 74),  # at shards' borders, and one document over two of four ranks
+    (73, 75),  # a segment of one token, shorter than the convolutions
+    (35, 3, 37, 73),  # begins two before a border, ends one after it
     (20, 100, 28),  # over three ranks or more
     (3, 2, 1, 68, 1, 1, 1, 71),  # several in a rank
 ]
@@ -102,10 +102,10 @@ def check(pool: Any, case: Case, layouts: list[tuple[int, ...]], tolerance: floa
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS)
-def test_a_cut_sequence_gives_the_same_outputs_and_gradients(
+def test_a_sharded_sequence_gives_the_same_outputs_and_gradients(
     four_ranks: Any, kind: str, changes: dict[str, Any]
 ):
-    """More ranks than heads included; documents begin before, at and after cuts."""
+    """More ranks than heads included; documents begin before, at and after borders."""
     check(four_ranks, (kind, changes, torch.float64), LAYOUTS[::3] if changes else LAYOUTS, 1e-10)
 
 

@@ -77,8 +77,8 @@ def check(pool: Any, kind: str, row: str, **changes: Any) -> None:
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != KIND])
-def test_a_cut_sequence_is_mixed_as_a_whole_one(rank_pools: Any, kind: str, size: int, row: str):
-    """T012: two key/value heads over four ranks too."""
+def test_a_sharded_sequence_is_mixed_as_a_whole_one(rank_pools: Any, kind: str, size: int, row: str):
+    """verl-project/verl#1226: two key/value heads over four ranks too."""
     check(rank_pools(size), kind, row)
 
 
@@ -101,7 +101,7 @@ def test_without_token_shift_and_gates(two_ranks: Any, kind: str):
 def test_what_does_not_divide_is_refused_with_all_numbers(
     kind: str, heads: int, shared: int, length: int, size: int, fault: str
 ):
-    """T012."""
+    """verl-project/verl#1226."""
     options = small_options(kind, num_heads=heads, num_kv_heads=shared, head_dim=4, chunk=64)
     with pytest.raises(LayerError) as error:
         mixer_class(kind).check_sharding(options, Site(HIDDEN, 1, 2), size, length)
@@ -164,7 +164,7 @@ def test_a_window_exchanges_what_is_less():
 
 @pytest.mark.ranks
 def test_another_number_of_heads_in_one_process(two_ranks: Any):
-    """T012: nothing is left over from an earlier layer."""
+    """verl-project/verl#1226: nothing is left over from an earlier layer."""
     for heads in (8, 12):
         check(two_ranks, "full", "equal", num_heads=heads, num_kv_heads=heads // 2, head_dim=4)
 
@@ -194,7 +194,7 @@ def test_another_number_of_heads_in_one_process(two_ranks: Any):
 def test_kvm_hands_its_state_on_where_heads_cannot_be_shared(
     rank_pools: Any, row: str, size: int, changes: dict[str, Any]
 ):
-    """T012: more ranks than heads."""
+    """verl-project/verl#1226: more ranks than heads."""
     check(rank_pools(size), "kvm", row, **changes)
 
 

@@ -1,12 +1,13 @@
-"""Stepwise twins of the linear mixers: one token and one head at a time, in the inputs' dtype.
+"""Stepwise twins of the linear mixers: token by token in the inputs' dtype, autograd through every step.
 
-Written from the definitions only; they share no code with the layers. States have the key index first,
+Written from the definitions only; they share no code with the layers. The benchmarks measure against them, so
+a step is a few matrix products over all heads. States have the key index first,
 `[B, HV, K, V]`, except Mamba-2's, `[B, H, P, N]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,44 +21,40 @@ State = dict[str, Tensor]
 def delta_steps(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`S <- S diag(e^g);  S <- S + beta (v - S k) k^T;  o = S q / sqrt(K)`, with S `[V, K]`.
+    """`S <- diag(e^g) S;  S <- S + beta k (v - k^T S)^T;  o = S^T q / sqrt(K)`, with S `[K, V]`.
 
     q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g `[B, T, HV]` or `[B, T, HV, K]`, beta `[B, T, HV]`.
     """
-    group = v.shape[2] // q.shape[2]
-    columns, finals = [], []
-    tokens = [x.unbind(1) for x in (q, k, v, g, beta)]
-    for j in range(v.shape[2]):
-        S = v.new_zeros(v.shape[0], v.shape[3], q.shape[3]) if state is None else state[:, j].mT
-        outs = []
-        for q_t, k_t, v_t, g_t, beta_t in zip(*tokens, strict=True):
-            key, query = k_t[:, j // group], q_t[:, j // group] * q.shape[3] ** -0.5
-            decay = torch.exp(g_t[:, j])
-            S = S * (decay[:, None, None] if decay.ndim == 1 else decay[:, None])
-            error = v_t[:, j] - (S * key[:, None]).sum(-1)
-            S = S + beta_t[:, j, None, None] * error[:, :, None] * key[:, None]
-            outs.append((S * query[:, None]).sum(-1))
-        columns.append(torch.stack(outs, 1))
-        finals.append(S.mT)
-    return torch.stack(columns, 2), torch.stack(finals, 1)
+    S = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if state is None else state
+    q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q * k.shape[3] ** -0.5, k))
+    decay = (g if g.ndim == k.ndim else g[..., None]).exp()[..., None]
+    rows = (x[..., None, :] for x in (q, k, v))
+    outs = []
+    for q_t, k_t, v_t, decay_t, beta_t in each_token(*rows, decay, beta[..., None, None]):
+        S = S * decay_t
+        S = S + k_t.mT @ (beta_t * (v_t - k_t @ S))
+        outs.append(q_t @ S)
+    return torch.cat(outs, -2).transpose(1, 2), S
 
 
 def ssd_steps(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`S <- e^g S + x B^T;  o = S C`; x `[B, T, H, P]`, b and c `[B, T, G, N]`, g `[B, T, H]`."""
-    group = x.shape[2] // b.shape[2]
-    columns, finals = [], []
-    tokens = [z.unbind(1) for z in (x, b, c, g)]
-    for h in range(x.shape[2]):
-        S = x.new_zeros(x.shape[0], x.shape[3], b.shape[3]) if state is None else state[:, h]
-        outs = []
-        for x_t, b_t, c_t, g_t in zip(*tokens, strict=True):
-            S = torch.exp(g_t[:, h])[:, None, None] * S + x_t[:, h, :, None] * b_t[:, h // group, None]
-            outs.append((S * c_t[:, h // group, None]).sum(-1))
-        columns.append(torch.stack(outs, 1))
-        finals.append(S)
-    return torch.stack(columns, 2), torch.stack(finals, 1)
+    S = x.new_zeros(x.shape[0], *x.shape[2:], b.shape[3]) if state is None else state
+    b, c = (z.repeat_interleave(x.shape[2] // z.shape[2], 2) for z in (b, c))
+    outs = []
+    for x_t, b_t, c_t, decay_t in each_token(
+        x[..., None], b[..., None, :], c[..., None], g.exp()[..., None, None]
+    ):
+        S = decay_t * S + x_t @ b_t
+        outs.append((S @ c_t)[..., 0])
+    return torch.stack(outs, 1), S
+
+
+def each_token(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Go through the tokens of tensors `[B, T, ...]`."""
+    yield from zip(*(x.unbind(1) for x in tensors), strict=True)
 
 
 def convolve(u: Tensor, weight: Tensor, bias: Tensor | None, last: Tensor | None) -> tuple[Tensor, Tensor]:

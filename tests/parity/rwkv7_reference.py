@@ -1,4 +1,4 @@
-"""RWKV-7's time mix token by token and head by head, from its definition; nothing of the package's layers.
+"""RWKV-7's time mix token by token, from its definition; nothing of the package's layers.
 
 Given the mixer's parameters by name, in their own dtype (float64 for references).
 """
@@ -11,22 +11,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .linear_reference import each_token
+
 
 def recurrence(
-    r: Tensor, log_decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor
+    r: Tensor, log_decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`S_t = S_{t-1} (diag(exp l_t) + a_t b_t^T) + v_t k_t^T, o_t = S_t r_t` with S `[B, H, V, K]`.
+    """`S_t = (diag(exp l_t) + b_t a_t^T) S_{t-1} + k_t v_t^T, o_t = S_t^T r_t` with S `[B, H, K, V]`.
 
-    Inputs `[B, T, H, K or V]`; `state`, and the one returned, key index first `[B, H, K, V]`.
+    Inputs `[B, T, H, K or V]`; `state` is S at the start (None: zero), and the one returned S at the end.
     """
-    s = state.transpose(-1, -2)
+    S = v.new_zeros(*k.shape[:1], *k.shape[2:], v.shape[-1]) if state is None else state
+    columns = (log_decay.exp()[..., None], k[..., None], b[..., None])
+    rows = (x[..., None, :] for x in (r, v, a))
     outs = []
-    for t in range(r.shape[1]):
-        decay = torch.diag_embed(log_decay[:, t].exp())
-        change = decay + a[:, t, :, :, None] * b[:, t, :, None, :]
-        s = s @ change + v[:, t, :, :, None] * k[:, t, :, None, :]
-        outs.append((s * r[:, t, :, None, :]).sum(-1))
-    return torch.stack(outs, 1), s.transpose(-1, -2)
+    for decay_t, k_t, b_t, r_t, v_t, a_t in each_token(*columns, *rows):
+        S = decay_t * S + b_t @ (a_t @ S) + k_t @ v_t
+        outs.append(r_t @ S)
+    return torch.cat(outs, -2).transpose(1, 2), S
 
 
 class Result(NamedTuple):
@@ -49,9 +51,7 @@ def reference(
         shift: the token before the first `[B, C]`; None: zero.
         state: `[B, H, n, n]`, key index first; None: zero.
     """
-    batch, _, size = x.shape
-    width = size // heads
-    state = x.new_zeros(batch, heads, width, width) if state is None else state
+    width = x.shape[2] // heads
     shift = torch.zeros_like(x[:, 0]) if shift is None else shift
     rows, before = [], shift
     for t in range(x.shape[1]):

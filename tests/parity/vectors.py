@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybrid.verify import CaseResult, Setting, check
-from hybrid.verify.compare import scaled_limits
+from hybrid.verify.compare import limits
 from hybrid.verify.vectors import Case, read_cases
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def assert_near(case: Case, stored: Mapping[str, Tensor], found: Mapping[str, Te
     result = CaseResult(case.name)
     for name, ours in found.items():
         theirs = stored[name]
-        result.compare("y", name, ours.reshape(theirs.shape), theirs, scaled_limits(case, stored, Setting()))
+        result.compare("y", name, ours.reshape(theirs.shape), theirs, limits(case, stored, Setting()))
     assert result.status == "pass", result.reason
 
 

@@ -10,19 +10,18 @@ on from its finished shards, and ends with the same bytes as one that was not.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hybrid.data.tokenizer import Tokenizer
 from hybrid.errors import DataError
-from hybrid.files import PARTIAL, read_json, write_json
+from hybrid.files import PARTIAL, lock, read_json, write_json
 from hybrid.recipe.schema import DataSection
 
 from .inputs import Input, Skips
@@ -62,7 +61,7 @@ def prepare(
     if folder.exists() and not folder.is_dir():
         raise DataError(f"data.folder is {folder}, which is a file; it must be a folder, or not there yet")
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / f".lock-{part[0]}-of-{part[1]}"):
+    with _locked(folder / f".lock-{part[0]}-of-{part[1]}", say):
         plan = _Plan(data, part)
         changes = plan.changes()
         if changes and not force:
@@ -255,10 +254,21 @@ class _Plan:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Let one preparation of a part run at a time; a second waits, and then finds the work done."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        try:
+            missing = stack.enter_context(lock(path, wait=True))
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be opened to lock {path.parent} ({error.strerror}): remove it, or give "
+                "another data.folder"
+            ) from error
+        if missing is not None:
+            say(
+                f"{path} cannot be locked ({missing.strerror}): going on without a lock; see to it that no "
+                "other process prepares this part, or give a data.folder on a file system with locks"
+            )
         yield
 
 

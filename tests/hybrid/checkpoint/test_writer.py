@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybrid.checkpoint.tag import tags_in
+from hybrid.checkpoint.folder import tags_in
 from hybrid.train.metrics import read_metrics
 
 from ..train import tiny
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.ranks
 
 def full_disk(path: Path, output: Path, **overrides: Any) -> Any:
     """Rank 1's disk is full when the second checkpoint is written."""
-    from hybrid.checkpoint import tensor_files as statefiles
+    from hybrid.checkpoint import tensor_files
 
-    true_write, written = statefiles.write, []
+    true_write, written = tensor_files.write, []
 
     def write(file: Path, *rest: Any) -> tuple[int, str]:
         written.append(file)
@@ -29,7 +29,7 @@ def full_disk(path: Path, output: Path, **overrides: Any) -> Any:
             raise OSError(28, "No space left on device", str(file))
         return true_write(file, *rest)
 
-    with tiny.patched(statefiles, "write", write):
+    with tiny.patched(tensor_files, "write", write):
         return tiny.run(path, output, train__checkpoint_every=2, **overrides)
 
 
@@ -55,18 +55,18 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(two_ranks, tiny_re
 
 def long_step(path: Path, output: Path, **overrides: Any) -> list[list[str]]:
     """The checkpoints there are before each pass of the last step, all writers having done their work."""
-    from hybrid.train import step
+    from hybrid.train.engine import Engine
 
-    true_objective, seen = step._objective, []
+    true_forward, seen = Engine.forward, []
 
-    def objective(*args: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         for thread in threading.enumerate():
             if thread.name == "checkpoint writer":
                 thread.join()
         seen.append(tags_in(output / "checkpoints"))
-        return true_objective(*args)
+        return true_forward(*args, **kwargs)
 
-    with tiny.patched(step, "_objective", objective):
+    with tiny.patched(Engine, "forward", forward):
         tiny.run(path, output, train__checkpoint_every=1, train__steps=2, **overrides)
     return seen[len(seen) // 2 :]
 

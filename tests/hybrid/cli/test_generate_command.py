@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from hybrid import recipe
-from hybrid.cli import main as cli
+from hybrid.cli.main import main
 from hybrid.data.preparation.tokenizer_training import train_tokenizer
 from hybrid.generate import generate, load_model
 from hybrid.model import HybridLM
@@ -39,7 +39,7 @@ def test_one_prompt_is_shown_with_its_continuation(folder, capsys):
     model, tokenizer = load_model(folder)
     (expected,) = generate(model, tokenizer, ["line 3"], max_tokens=12, temperature=0.8, seed=4)
     assert len(expected.ids) > 0
-    assert cli.main(["generate", str(folder), "--prompt", "line 3", "--max-tokens", "12", "--seed", "4"]) == 0
+    assert main(["generate", str(folder), "--prompt", "line 3", "--max-tokens", "12", "--seed", "4"]) == 0
     assert capsys.readouterr().out == f"line 3{expected.text}\n"
 
 
@@ -57,7 +57,7 @@ def test_several_prompts_and_samples_are_titled_and_in_order(folder, capsys, tmp
         str(tmp_path / "p.txt"),
         "--separator=---",
     ]
-    assert cli.main(["generate", str(folder), *arguments, "--samples", "2", "--max-tokens", "5"]) == 0
+    assert main(["generate", str(folder), *arguments, "--samples", "2", "--max-tokens", "5"]) == 0
     assert capsys.readouterr().out == "".join(
         f"--- prompt {r.prompt + 1}, sample {r.sample + 1} ---\n{prompts[r.prompt]}{r.text}\n"
         for r in expected
@@ -66,7 +66,7 @@ def test_several_prompts_and_samples_are_titled_and_in_order(folder, capsys, tmp
 
 def test_a_document_is_read_once_and_gone_on_with_later(folder, capsys, tmp_path):
     def run(*arguments):
-        assert cli.main(["generate", str(folder), "--seed", "4", *arguments]) == 0
+        assert main(["generate", str(folder), "--seed", "4", *arguments]) == 0
         return capsys.readouterr().out
 
     document, kept = "line 3 has words\n" * 40, str(tmp_path / "state")
@@ -94,7 +94,7 @@ def test_state_files_that_cannot_serve_are_refused_before_the_model_is_read(
     tmp_path, capsys, arguments, message
 ):
     arguments = [text.format(tmp_path) for text in arguments]
-    assert cli.main(["generate", str(tmp_path / "no model"), *arguments]) == 2
+    assert main(["generate", str(tmp_path / "no model"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -111,7 +111,7 @@ def test_a_folder_that_lacks_a_file_is_refused_in_words(folder, tmp_path, capsys
     for file in folder.iterdir():
         if file.name != absent:
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert cli.main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("hybrid: error: ")
     assert message in shown

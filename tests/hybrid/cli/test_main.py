@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from hybrid.cli import main as cli
 from hybrid.cli.commands import COMMANDS
+from hybrid.cli.main import main
+from hybrid.errors import UserError
 
 HEAVY = ("torch", "deepspeed", "sentencepiece", "grain", "numpy", "omegaconf")
 
@@ -43,11 +44,11 @@ def raising(error):
     return run
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"]])
+@pytest.mark.parametrize("arguments", ["--help", "--version", "generate --help", "launch --help"])
 def test_help_and_version_import_nothing_heavy(arguments):
     code = (
-        "import sys; from hybrid.cli import main\n"
-        f"try: main({arguments})\n"
+        "import sys; from hybrid.cli.main import main\n"
+        f"try: main({arguments.split()})\n"
         "except SystemExit: pass\n"
         f"print('HEAVY', [name for name in {HEAVY} if name in sys.modules])"
     )
@@ -56,12 +57,12 @@ def test_help_and_version_import_nothing_heavy(arguments):
 
 
 def test_help_lists_every_command_and_each_has_an_example(capsys):
-    assert cli.main([]) == 0
+    assert main([]) == 0
     overview = capsys.readouterr().out
     for name, command in COMMANDS.items():
         assert f"  {name} " in overview
         with pytest.raises(SystemExit) as end:
-            cli.main([name, "--help"])
+            main([name, "--help"])
         assert end.value.code == 0
         text = capsys.readouterr().out
         assert f"example:\n  hybrid {name} " in text
@@ -77,13 +78,13 @@ def test_version_names_the_installed_one():
 @pytest.mark.parametrize("before", [[], ["--local_rank=1"], ["--local-rank", "1"]])
 def test_launchers_local_rank_is_accepted_in_front(given, before):
     seen = given("train")
-    assert cli.main([*before, "train", "r.yaml", "a.b=1"]) == 0
+    assert main([*before, "train", "r.yaml", "a.b=1"]) == 0
     assert (seen[0].recipe, seen[0].overrides) == ("r.yaml", ["a.b=1"])
 
 
 def test_overrides_and_options_come_in_any_order(given):
     seen = given("prepare")
-    assert cli.main(["prepare", "--part", "2/3", "r.yaml", "a=-1", "--force", "b=x y"]) == 0
+    assert main(["prepare", "--part", "2/3", "r.yaml", "a=-1", "--force", "b=x y"]) == 0
     assert (seen[0].recipe, seen[0].overrides) == ("r.yaml", ["a=-1", "b=x y"])
     assert (seen[0].part, seen[0].force, seen[0].processes) == ((2, 3), True, None)
 
@@ -91,7 +92,7 @@ def test_overrides_and_options_come_in_any_order(given):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "unknown command 'trian'; did you mean 'train'? Commands: train, "),
+        (["trian"], "unknown command 'trian'; did you mean train? Commands: train, "),
         (["zzz"], "unknown command 'zzz'. Commands: train, "),
         (["--verison"], "unrecognized arguments: --verison"),
         (["train"], "the following arguments are required: RECIPE"),
@@ -114,7 +115,7 @@ def test_overrides_and_options_come_in_any_order(given):
     ],
 )
 def test_mistakes_give_one_message_and_code_2(arguments, message, capsys):
-    assert cli.main(arguments) == 2
+    assert main(arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith(f"hybrid: error: {message}")
@@ -131,14 +132,14 @@ def test_a_misspelt_recipe_names_the_nearest(tmp_path, capsys, monkeypatch, aske
     for name in ("mine/tiny.yaml", "recipes/quickstart.yaml"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
-    assert cli.main(["info", asked]) == 2
+    assert main(["info", asked]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("hybrid: error: ")
     assert f"no file {asked} " in shown
     assert (f"did you mean {found}?" in shown) if found else ("did you mean" not in shown)
 
 
-class Unfit(ValueError):
+class Unfit(UserError):
     """An error meant for people."""
 
 
@@ -156,29 +157,50 @@ class Unfit(ValueError):
 )
 def test_errors_for_people_are_one_message(given, capsys, error, code, message):
     given("verify", raising(error))
-    assert cli.main(["verify", "x"]) == code
+    assert main(["verify", "x"]) == code
     assert capsys.readouterr().err == f"hybrid: error: {message}\n"
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("bug"), KeyError("bug"), AssertionError("bug"), RuntimeError("bug")]
+    "error",
+    [ValueError("bug"), KeyError("bug"), AssertionError(), RuntimeError("bug\nin lines"), OSError("bug")],
 )
-def test_faults_of_the_program_show_their_traceback(given, error):
+def test_a_defect_of_the_program_is_one_line_that_names_the_file_of_its_traceback(
+    given, capsys, monkeypatch, tmp_path, error
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     given("verify", raising(error))
-    with pytest.raises(type(error)):
-        cli.main(["verify", "x"])
+    assert main(["verify", "x"]) == 70
+    (file,) = tmp_path.iterdir()
+    shown = capsys.readouterr().err
+    assert shown.startswith(
+        f"hybrid: error: a defect of the program, please report it: {type(error).__name__}"
+    )
+    assert shown.endswith(f" (its traceback is in {file})\n")
+    assert shown.count("\n") == 1
+    assert "Traceback (most recent call last)" in file.read_text()
+    assert "in raising" not in shown
+
+
+def test_a_defect_shows_its_traceback_where_no_file_can_be_written(given, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    given("verify", raising(ValueError("bug")))
+    assert main(["verify", "x"]) == 70
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback (most recent call last)")
+    assert "ValueError: bug (its traceback is above" in shown
 
 
 def test_other_ranks_say_who_they_are(given, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     given("verify", raising(Unfit("no")))
-    assert cli.main(["verify", "x"]) == 2
+    assert main(["verify", "x"]) == 2
     assert capsys.readouterr().err == "hybrid: error (rank 3): no\n"
 
 
 def test_exit_code_is_the_commands(given):
     given("verify", lambda arguments: 1)
-    assert cli.main(["verify", "x"]) == 1
+    assert main(["verify", "x"]) == 1
 
 
 def test_a_reader_that_leaves_ends_the_program_quietly():
@@ -192,7 +214,7 @@ def test_a_reader_that_leaves_ends_the_program_quietly():
 
 
 def test_a_terminal_without_a_character_does_not_end_the_program():
-    code = "import sys; from hybrid import cli; cli.main([]); print('\\u00e9')"
+    code = "import sys; from hybrid.cli.main import main; main([]); print('\\u00e9')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60

@@ -43,11 +43,29 @@ def test_files_without_prompts_and_bytes_that_are_no_text_are_refused(tmp_path):
         read_prompts([], str(file), None)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_prompts_in_other_encodings_are_refused_in_words(tmp_path, encoding):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("a prompt".encode(encoding))
+    with pytest.raises(PromptError, match=r"prompts.txt is not UTF-8 text but UTF-16 or UTF-32"):
+        read_prompts([], str(file), None)
+
+
+def test_byte_marks_and_line_ends_are_no_part_of_prompts(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("one\r\n\ufefftwo\r\n--\r\nthree\r\n".encode("utf-8-sig"))
+    assert read_prompts([], str(file), None) == ["one", "\ufefftwo", "--", "three"]
+    assert read_prompts([], str(file), "--\r") == ["one\n\ufefftwo", "three"]
+
+
 def test_a_dash_reads_standard_input_whole_but_for_the_last_newline():
-    code = "from hybrid.terminal import read_prompts; print(ascii(read_prompts(['x', '-'], None, None)))"
+    code = "from hybrid.cli.prompts import read_prompts; print(ascii(read_prompts(['x', '-'], None, None)))"
     given = " zwei\n\tZeilen é\n\n".encode()
     done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, timeout=60)
     assert done.stdout.decode().strip() == ascii(["x", " zwei\n\tZeilen é\n"])
+    given = "a\r\nb\r\n".encode("utf-8-sig")
+    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, timeout=60)
+    assert done.stdout.decode().strip() == ascii(["x", "a\r\nb"])
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from hybrid.recipe.letters import layer_specs
 from hybrid.recipe.pattern import expand
 from hybrid.verify.vectors import below, read_cases
 
-VECTORS = Path(__file__).parent.parent / "vectors"
+VECTORS = Path(__file__).parents[2] / "vectors"
 
 
 def published(**changes):
@@ -129,19 +129,16 @@ def test_other_mixers_carry_over():
     [(-1, "K12"), (0, "K12"), (2, "(WK)6"), (3, "(WKK)4"), (5, "WKKKKWKKKKWK"), (12, "WK11"), (99, "WK11")],
 )
 def test_the_first_of_every_period_is_alternate(period, pattern):
-    """T044"""
     assert layer_letters(published(alt_layer_every=period)) == expand(pattern)
 
 
 def test_a_period_of_one_is_refused_with_the_reason():
-    """T044"""
     with pytest.raises(NotSupported, match="alt_layer_every is 1, which the paper's code reads in two ways"):
         model_section(published(alt_layer_every=1))
 
 
 @pytest.mark.parametrize("period", [-1, 2, 3, 5])
 def test_skip_connections_are_refused_with_the_reason(period):
-    """T044"""
     with pytest.raises(NotSupported, match=r"use_skip_connections is True: .*counts its"):
         model_section(published(alt_layer_every=period, use_skip_connections=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -101,3 +102,23 @@ def test_too_large_a_vocabulary_leaves_nothing_half_made(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"vocab_size is 8000, but the text allows at most \d+"):
         prepare(data)
     assert contents(tmp_path / "out") == {}
+
+
+def test_a_file_system_without_locks_is_told_and_prepared_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("hybrid.files.fcntl.flock", no_locks)
+    said: list[str] = []
+    assert prepare(digits_data(tmp_path, {"a": ["12", "34"]}), say=said.append).missing == []
+    assert ".lock-1-of-1 cannot be locked (Function not implemented): going on without" in said[0]
+
+
+def test_a_lock_that_is_no_plain_file_is_refused(tmp_path: Path) -> None:
+    data = digits_data(tmp_path, {"a": ["12"]})
+    Path(data.folder).mkdir()
+    os.mkfifo(Path(data.folder) / ".lock-1-of-1")
+    with pytest.raises(DataError, match=r"\.lock-1-of-1 cannot be opened to lock .* \(not a plain file\)"):
+        prepare(data)

@@ -28,20 +28,19 @@ def slow_then_hung(arguments: list[str]) -> int:
     """Rank 1 takes longer than allowed over its second step, and says that it may; its third never ends."""
     from hybrid.train import loop
 
-    true_take, taken = loop.step.take, []
+    taken = []
 
-    def take(*args: Any, **kwargs: Any) -> Any:
-        taken.append(0)
-        world = args[1]
-        if world.main or len(taken) < 2:
-            return true_take(*args, **kwargs)
-        if len(taken) > 2:
-            stand_still_for_ever()
-        with world.pulse.patience("long work"):
-            time.sleep(12)
-        return true_take(*args, **kwargs)
+    class SlowStep(loop.Step):
+        def __init__(self, engine: Any, world: World, *args: Any, **kwargs: Any) -> None:
+            taken.append(0)
+            if not world.main and len(taken) > 2:
+                stand_still_for_ever()
+            if not world.main and len(taken) == 2:
+                with world.heartbeat.no_timeout("long work"):
+                    time.sleep(12)
+            super().__init__(engine, world, *args, **kwargs)
 
-    with tiny.patched(loop.step, "take", take):
+    with tiny.patched(loop, "Step", SlowStep):
         return processes.train(arguments)
 
 
@@ -69,9 +68,9 @@ def test_compilation_may_take_its_time():
     world, seen = World(0, 1, 0, 1, torch.device("cpu")), []
 
     def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
-        seen.append(world.pulse.patient)
+        seen.append(world.heartbeat.untimed)
         return graph.forward
 
     with compilation_takes_time(world):
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-    assert (seen, world.pulse.patient) == ([1], 0)
+    assert (seen, world.heartbeat.untimed) == ([1], 0)

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from hybrid.layers.norms import NORMS
 from hybrid.model.block import FEED_FORWARDS
 from hybrid.model.init import INITS
 from hybrid.recipe import RecipeError, layer_specs, load, save, shipped, to_yaml
-from hybrid.recipe.rules import CHOICES
+from hybrid.recipe.schema import ModelSection
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = """\
 model:
   pattern: WFW
@@ -148,9 +149,12 @@ def test_paper_recipes_have_the_papers_sizes(name, parameters, letters):
 
 
 def test_allowed_words_are_those_of_the_code():
-    assert CHOICES["model.feed_forward"] == tuple(FEED_FORWARDS)
-    assert set(CHOICES["model.norm"]) == set(NORMS)
-    assert set(CHOICES["model.init"]) == set(INITS)
+    choices = {
+        field.name: field.metadata["bounds"].choices for field in fields(ModelSection) if field.metadata
+    }
+    assert choices["feed_forward"] == tuple(FEED_FORWARDS)
+    assert set(choices["norm"]) == set(NORMS)
+    assert set(choices["init"]) == set(INITS)
 
 
 # The plot, and the page that shows one

@@ -9,7 +9,7 @@ import pytest
 
 from hybrid.evaluate import summary as closing
 from hybrid.evaluate.yardsticks import Yardsticks
-from hybrid.recipe.schema import MonitorSection, Recipe
+from hybrid.recipe.schema import MonitorSection, Recipe, TrainSection
 
 
 def made(**changes):
@@ -33,8 +33,9 @@ def made(**changes):
 def report(monkeypatch):
     def show(recipe=None, **changes):
         yardsticks = Yardsticks(bigram=2.0, strength=50, xz=1.5, tokens=115_586, bytes=377_637)
-        monkeypatch.setattr(closing, "measure", lambda data, tokens: yardsticks)
-        return closing.report(recipe or Recipe(), made(**changes)).splitlines()
+        monkeypatch.setattr(closing, "measure", lambda data, tokens, say: yardsticks)
+        recipe = recipe or Recipe(train=TrainSection(yardsticks=True))
+        return closing.report(recipe, made(**changes)).splitlines()
 
     return show
 
@@ -54,6 +55,22 @@ def test_scores_stand_beside_the_yardsticks(report):
     assert row(lines, "speed") == "speed 5,432 tokens/s (4,915,200 tokens trained on)"
     assert row(lines, "peak memory") == "peak memory 1.23 GB"
     assert row(lines, "run directory") == "run directory runs/a b"
+
+
+def test_yardsticks_are_left_out_unless_asked_for_and_where_they_cannot_be_measured(report, monkeypatch):
+    lines = report(Recipe())
+    assert row(lines, "held-out text") == "held-out text bits per byte"
+    assert row(lines, "after") == "after step 1,200 1.600"
+    assert not any("bigram" in line or "xz" in line for line in lines)
+
+    def fail(data, tokens, say):
+        raise PermissionError(13, "Permission denied", "data/report.json")
+
+    monkeypatch.setattr(closing, "measure", fail)
+    said = []
+    asked = Recipe(train=TrainSection(yardsticks=True))
+    assert closing.report(asked, made(), said.append).splitlines() == lines
+    assert said == ["no yardsticks: Permission denied (data/report.json)"]
 
 
 def test_an_unknown_start_and_skipped_steps_are_shown(report):

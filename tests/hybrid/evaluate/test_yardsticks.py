@@ -1,14 +1,16 @@
 """The bigram against a brute-force count, and xz."""
 
+import json
 import lzma
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hybrid.errors import DataError
 from hybrid.evaluate.yardsticks import STRENGTHS, measure, score_bigram, xz_bytes
 
 
@@ -106,7 +108,7 @@ def test_results_are_kept_until_cap_split_or_shards_change(prepared, monkeypatch
     (cache,) = (path for path in Path(prepared.folder).iterdir() if path.name == "yardsticks.json")
     calls = []
 
-    def fresh(data, tokens):
+    def fresh(data, tokens, say):
         calls.append(tokens)
         return first
 
@@ -117,6 +119,47 @@ def test_results_are_kept_until_cap_split_or_shards_change(prepared, monkeypatch
     few = replace(prepared.sources["few"], validation=0.2)
     measure(replace(prepared, sources={**prepared.sources, "few": few}), 700)
     assert calls == [701, 700]
-    cache.write_text("{ damaged")
+    kept = json.loads(cache.read_text())
+    for wrong in (
+        "{ damaged",
+        "[]",
+        json.dumps(dict.fromkeys(kept, 1)),
+        *(
+            json.dumps({key: {**entry, name: value} for key, entry in kept.items()})
+            for name in asdict(first)
+            for value in ("1", None, True, -1, math.nan)
+        ),
+        json.dumps({key: {**entry, "more": 1} for key, entry in kept.items()}),
+    ):
+        calls.clear()
+        cache.write_text(wrong)
+        assert measure(prepared, 700) == first
+        assert calls == [700], wrong
+
+
+def test_a_cache_that_can_be_neither_read_nor_written_fails_nothing(prepared, monkeypatch):
+    """A folder shared with those who may not write there."""
+    first = measure(prepared, 700)
+    cache = Path(prepared.folder) / "yardsticks.json"
+    cache.unlink()
+    cache.mkdir()
     assert measure(prepared, 700) == first
-    assert len(calls) == 3
+    cache.rmdir()
+
+
+@pytest.mark.parametrize("at_once", [1 << 20, 50])
+def test_the_count_is_capped_and_told(prepared, monkeypatch, at_once):
+    from hybrid.evaluate import yardsticks
+
+    said, pairs = [], 0
+    monkeypatch.setattr(yardsticks, "TOKENS_AT_ONCE", at_once)
+    everything = sum(len(before) for before, _ in yardsticks._training_pairs(prepared, said.append))
+    monkeypatch.setattr(yardsticks, "TRAINING_TOKENS", 1000)
+    pairs = sum(len(before) for before, _ in yardsticks._training_pairs(prepared, said.append))
+    assert everything > 10 * pairs > 0 or at_once == 50
+    assert pairs <= 1000 + min(at_once, 2000)
+    assert said[0].startswith("yardsticks (train.yardsticks): counting ")
+    assert said[1].startswith("yardsticks (train.yardsticks): counting 1,000 training tokens of ")
+    monkeypatch.setattr(yardsticks, "SCORED_TOKENS", 100)
+    with pytest.raises(DataError, match=r"at most 100: set train\.eval_tokens"):
+        measure(prepared, 703)

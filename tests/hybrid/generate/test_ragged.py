@@ -1,4 +1,5 @@
-"""Prompts of different lengths together: the tokens, logits and states that each gets alone."""
+"""Generation with real models: each step equals reading everything again, and prompts of different lengths
+together give the tokens, logits and states that each gets alone."""
 
 import random
 from collections import Counter
@@ -7,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid import generate as generation
-from hybrid.generate import generate, prefill
-from hybrid.generate.saved_state import Bookmark
+from hybrid.generate import decoding, generate, prefill
+from hybrid.generate.saved_state import SavedState
 
-from ..mini import difference, mini
+from ..mini import EQUAL, difference, ids, mini
+from .test_sampling import Bytes
 
 LETTERS = "KFWBRGDMQ"
 
@@ -64,19 +65,19 @@ def random_case(seed):
 
 def written(model, prompts, **settings):
     """Results and, by (prompt, sample), where each of them ended."""
-    marks: list[Bookmark] = []
+    ends: list[SavedState] = []
     ended = []
     results = generate(
-        model, Ids(), prompts, on_end=lambda r: ended.append((r.prompt, r.sample)), on_bookmark=marks.append,
+        model, Ids(), prompts, on_end=lambda r: ended.append((r.prompt, r.sample)), on_state=ends.append,
         **settings,
     )  # fmt: skip
-    return results, dict(zip(ended, marks, strict=True))
+    return results, dict(zip(ended, ends, strict=True))
 
 
-def assert_same_end(found: Bookmark, expected: Bookmark):
+def assert_same_end(found: SavedState, expected: SavedState):
     assert found.state.position == expected.state.position
     assert difference(found.logits, expected.logits) <= 1e-6
-    one, other = found.state._tensors(), expected.state._tensors()
+    one, other = found.state.tensors(), expected.state.tensors()
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert tensor.shape == other[name].shape, name
@@ -86,17 +87,18 @@ def assert_same_end(found: Bookmark, expected: Bookmark):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_patterns_and_prompts_give_each_prompts_own_result(seed, monkeypatch):
-    """T034, T035: prompts are read in pieces of 16 tokens over all of them, at most three go on together.
-    Ids are never repeated (by the penalty), so that no keys are equal and no choice is a tie."""
+    """huggingface/transformers#46773, #37574: prompts are read 16 tokens at a time over all of them, at most
+    three go on together. Ids are never repeated (by the penalty), so that no keys are equal and no choice is
+    a tie."""
     pattern, prompts = random_case(seed)
     model = small(pattern, seed)
     settings = {"max_tokens": 9, "repetition_penalty": 1e9}
     alone = [written(model, [prompt], **settings) for prompt in prompts]
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", 16)
-    results, marks = written(model, prompts, batch=3, **settings)
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 16)
+    results, ends = written(model, prompts, batch=3, **settings)
     assert [r.ids for r in results] == [own[0].ids for own, _ in alone], pattern
     for prompt, (_, own) in enumerate(alone):
-        assert_same_end(marks[prompt, 0], own[0, 0])
+        assert_same_end(ends[prompt, 0], own[0, 0])
 
 
 def test_samples_of_several_prompts_are_those_of_each_alone():
@@ -122,14 +124,14 @@ def test_a_step_of_several_sequences_reads_every_weight_as_often_as_one():
         counts = []
         for rows in (slice(0, 1), slice(1, None)):
             used.clear()
-            generation.read_row(model, tokens[rows], states[rows])
+            decoding.read_row(model, tokens[rows], states[rows])
             counts.append(dict(used))
     assert counts[0]
     assert counts[0] == counts[1]
 
 
 def test_reading_holds_a_bounded_number_of_tokens_and_one_row_of_logits_a_prompt(monkeypatch):
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 64)
     model = small("WRM")
     widest: dict[str, int] = {}
 
@@ -160,3 +162,40 @@ def test_last_logits_only_are_those_of_all(pattern):
     last = model(ids, cu_seqlens=borders, want_state=False, last_only=True)[0]
     assert last.shape == (1, 3, 320)
     torch.testing.assert_close(last, packed[:, [10, 11, 29]], atol=1e-6, rtol=0)
+
+
+# Against reading everything again
+
+
+def positions(state):
+    return [state.position, *[p for layer in state.layers for p in (layer.position, layer.mixer.position)]]
+
+
+def test_each_step_equals_recomputation_and_every_layer_counts_its_tokens():
+    """fla-org/flash-linear-attention#157, #962, #777"""
+    model, prompt = mini(), ids(15)
+    with torch.no_grad():
+        logits, (state,) = prefill(model, [prompt[0]])
+        seen = prompt
+        for step in range(64):
+            again = model(seen, want_state=False)[0][:, -1]
+            assert (logits - again).abs().max() <= EQUAL, f"step {step}"
+            assert logits.argmax() == again.argmax()
+            assert set(positions(state)) == {prompt.shape[1] + step}
+            token = logits.argmax(-1, keepdim=True)
+            seen = torch.cat([seen, token], 1)
+            logits, state = model(token, state)
+            logits = logits[:, -1]
+
+
+def test_greedy_generation_is_the_argmax_of_recomputation():
+    """Through the public function, over the growth of the KVM state."""
+    model, tokenizer = mini(), Bytes()
+    prompt = [tokenizer.bos_id, *tokenizer.encode("the beginning")]
+    result = generate(model, tokenizer, ["the beginning"], max_tokens=60)[0]
+    seen = list(prompt)
+    with torch.no_grad():
+        for token in result.ids:
+            logits = model(torch.tensor([seen]), want_state=False)[0][0, -1, : tokenizer.vocab_size]
+            assert int(logits.argmax()) == token
+            seen.append(token)

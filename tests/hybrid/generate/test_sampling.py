@@ -1,6 +1,8 @@
 """Choosing tokens, stop strings and streaming, with a tiny stand-in model whose results are known."""
 
 import math
+import re
+import sys
 
 import pytest
 import torch
@@ -76,7 +78,13 @@ def test_draws_follow_the_probabilities():
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("top_p", math.inf),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 5e-324),
+        ("repetition_penalty", 1e308),
+        ("repetition_penalty", math.inf),
+        ("repetition_penalty", math.nan),
         ("seed", -1),
         ("max_tokens", -1),
         ("samples", 0),
@@ -84,7 +92,7 @@ def test_draws_follow_the_probabilities():
     ],
 )
 def test_values_out_of_range_are_named_with_what_is_allowed(name, value):
-    with pytest.raises(GenerateError, match=rf"{name} is {value}; it must be .*\d"):
+    with pytest.raises(GenerateError, match=rf"{name} is {re.escape(str(value))}; it must be .*\d"):
         generate(Counting(), Bytes(), ["a"], **{name: value})
 
 
@@ -212,7 +220,7 @@ def streamed(model, **settings):
 
 
 def test_multi_byte_characters_are_streamed_whole():
-    """T056: a 4-byte emoji comes id by id and is shown once, whole."""
+    """google/sentencepiece#650: a 4-byte emoji comes id by id and is shown once, whole."""
     pieces, result = streamed(Scripted("né🙂!".encode(), 3))
     assert pieces == ["n", "é", "🙂", "!"]
     assert (result.text, result.reason, len(result.ids)) == ("né🙂!", "eos", 8)
@@ -327,3 +335,36 @@ def test_logits_that_are_not_finite_are_reported():
 def test_prompts_that_are_not_text_are_refused():
     with pytest.raises(GenerateError, match="prompt 2 is not valid Unicode"):
         generate(Counting(), Bytes(), ["a", "\udcff"])
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-300, 1e-308, 1e-320, 5e-324])
+@pytest.mark.parametrize("others", [{}, {"top_k": 2}, {"top_p": 5e-324}, {"repetition_penalty": 1e-100}])
+def test_the_smallest_temperatures_are_greedy(temperature, others):
+    """What is not finite after the division was drawn as the first id."""
+    logits, seen = torch.tensor([0.5, 1.0, 5.0, 2.0]), torch.tensor([2])
+    settings = Settings(temperature=temperature, **others)
+    assert {choose(logits, settings, torch.Generator().manual_seed(s), seen) for s in range(9)} == {2}
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e308, sys.float_info.max])
+def test_the_largest_temperatures_leave_the_order_of_logits(temperature):
+    settings = Settings(temperature=temperature, top_k=2)
+    probabilities, ids = kept_probabilities(torch.tensor([0.5, 1.0, 5.0, 2.0]), settings)
+    assert (ids.tolist(), probabilities.tolist()) == ([2, 3], [0.5, 0.5])
+
+
+@pytest.mark.parametrize("penalty", [1e-100, 1e-40, 1e39, 1e100])
+def test_extreme_penalties_keep_every_logit_finite_and_in_order(penalty):
+    big = torch.finfo(torch.float32).max
+    logits = torch.tensor([big, 3.0, 1e-45, 0.0, -1e-45, -3.0, -big])
+    found = penalise_repetition(logits, torch.arange(7), penalty)
+    assert torch.isfinite(found).all()
+    assert found.argsort(descending=True).tolist() == list(range(7))
+    choose(
+        logits, Settings(temperature=1e-320, repetition_penalty=penalty), torch.Generator(), torch.arange(7)
+    )
+
+
+def test_more_top_k_than_tokens_is_all_of_them():
+    probabilities, _ = kept_probabilities(torch.zeros(4), Settings(temperature=1.0, top_k=10**30))
+    assert probabilities.tolist() == [0.25] * 4

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from hybrid.errors import LaunchError
-from hybrid.launch.hosts import Host, first, read_hostfile, require_addresses, select
+from hybrid.launch.hosts import Host, first, read_hostfile, select
+from hybrid.launch.start import require_addresses
 
 POOL = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1)), Host("10.0.0.7", (0,))]
 
@@ -19,7 +20,7 @@ def refusal(work, *args, **kwargs) -> str:
 
 
 def test_comments_and_blank_lines_are_accepted(tmp_path):
-    """T017"""
+    """deepspeedai/DeepSpeed#3669, #2601"""
     path = tmp_path / "hosts"
     path.write_text("# two machines\n\nworker-0 slots=4\n  worker-1\tslots=2   # slow\n   \n10.0.0.7 slots=1")
     assert read_hostfile(path) == POOL
@@ -55,7 +56,7 @@ def test_deepspeed_reads_an_accepted_hostfile_alike(tmp_path):
     ],
 )
 def test_a_line_that_cannot_be_used_is_quoted_with_file_and_number(tmp_path, line, reason):
-    """T017"""
+    """deepspeedai/DeepSpeed#3669, #2601"""
     path = tmp_path / "hosts"
     path.write_text(f"hostA slots=8\n{line}\n")
     assert refusal(read_hostfile, path).startswith(f"{path}, line 2: {line!r}: {reason}")
@@ -82,7 +83,9 @@ def test_a_missing_hostfile_never_means_local(tmp_path):
     )
     assert "cannot be read: Is a directory" in refusal(read_hostfile, tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert "it is not text" in refusal(read_hostfile, tmp_path / "binary")
+    assert "is not UTF-8 text" in refusal(read_hostfile, tmp_path / "binary")
+    (tmp_path / "marked").write_text("worker-0 slots=4\n", encoding="utf-8-sig")
+    assert "marked begins with a byte mark (BOM)" in refusal(read_hostfile, tmp_path / "marked")
 
 
 def test_filters_choose_hosts_and_slots_in_the_hostfiles_order():
@@ -102,15 +105,15 @@ def test_filters_choose_hosts_and_slots_in_the_hostfiles_order():
         ("localhost:0,0", "slot 0 is named twice"),
         ("localhost:8", "localhost has no slot 8 (it has 0-7)"),
         ("localhost@localhost:1", "localhost is named twice"),
-        ("localhots", "there is no host 'localhots' (did you mean 'localhost'?)"),
+        ("localhots", "there is no host 'localhots'; did you mean localhost?"),
         ("localhost@", "'' is not a host's name"),
         (":0", "'' is not a host's name"),
-        ("zebra", "there is no host 'zebra' (known: localhost)"),
+        ("zebra", "there is no host 'zebra'; known: localhost"),
     ],
 )
 @pytest.mark.parametrize("option", ["include", "exclude"])
 def test_a_malformed_filter_is_quoted(option, text, reason):
-    """T017"""
+    """deepspeedai/DeepSpeed#3669, #2601"""
     said = refusal(select, [Host("localhost", tuple(range(8)))], **{option: text})
     assert said.startswith(f"--{option} {text!r}")
     assert reason in said
@@ -133,7 +136,7 @@ def test_the_first_hosts_and_slots():
 
 
 def test_names_without_address_are_told(monkeypatch):
-    """T020: those that are refused, and those about which no answer comes, in time."""
+    """deepspeedai/DeepSpeed#2612: those that are refused, and those about which no answer comes, in time."""
 
     def look_up(name, port):
         if name == "slow.example":

@@ -10,7 +10,7 @@ import pytest
 
 from hybrid.cli.main import main
 from hybrid.errors import LaunchError
-from hybrid.launch import hosts
+from hybrid.launch import start
 from hybrid.launch.hosts import Host
 from hybrid.launch.plan import Request, plan
 from hybrid.launch.report import commands, layout
@@ -184,7 +184,7 @@ def test_many_commands_are_shortened():
 
 def test_a_dry_run_starts_nothing_and_shows_everything(hostfile, capsys, monkeypatch):
     monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("started"))
-    monkeypatch.setattr(hosts, "require_addresses", lambda *_: pytest.fail("looked up"))
+    monkeypatch.setattr(start, "require_addresses", lambda *_: pytest.fail("looked up"))
     arguments = ["debug", "train.batch_size=24", "--hostfile", hostfile, "--dry-run"]
     assert main(["launch", *arguments]) == 0
     said = capsys.readouterr().out
@@ -194,7 +194,7 @@ def test_a_dry_run_starts_nothing_and_shows_everything(hostfile, capsys, monkeyp
 
 
 def test_a_batch_that_does_not_fit_the_hosts_shows_all_numbers(hostfile, capsys):
-    """T019: the check knows all processes of all nodes."""
+    """bigcode-project/starcoder#41: the check knows all processes of all nodes."""
     assert main(["launch", "debug", "train.batch_size=8", "--hostfile", hostfile]) == 2
     assert (
         "8 sequences do not divide over 12 processes / 1 ranks per sequence = 12 data-parallel"
@@ -242,7 +242,7 @@ def test_mistakes_end_before_anything_starts(options, message, capsys, monkeypat
 
 
 def test_a_master_without_address_is_told_and_nothing_starts(tmp_path, capsys, monkeypatch):
-    """T020"""
+    """deepspeedai/DeepSpeed#2612"""
     monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("started"))
     (tmp_path / "hosts").write_text("host-b.invalid slots=1\n127.0.0.1 slots=1\n")
     launch = ["launch", "debug", "--hostfile", str(tmp_path / "hosts")]
@@ -255,7 +255,7 @@ def test_a_master_without_address_is_told_and_nothing_starts(tmp_path, capsys, m
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_a_busy_port_is_named(launcher, tmp_path, capsys, monkeypatch):
-    """T020: before anything starts; a run that is not told a port takes a free one."""
+    """huggingface/accelerate#953: before anything starts; a run that is not told a port takes a free one."""
     started = []
     monkeypatch.setattr("os.execvpe", lambda *given: started.append(given))
     (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")

@@ -23,7 +23,8 @@ def launch(*arguments: object) -> list[str]:
 
 @pytest.mark.launcher
 def test_torchrun_trains_with_one_voice(tiny_recipe: Path, tmp_path: Path):
-    """T015: a machine without GPU; libraries' messages go to the logs, one rank talks."""
+    """deepspeedai/DeepSpeed#943, #3991: a machine without GPU; libraries' messages go to the logs, one rank
+    talks."""
     log, output = tmp_path / "log", tmp_path / "run"
     changes = [f"train.output={output}", "train.steps=2"]
     with started(launch(tiny_recipe, *changes, "--launcher", "torchrun", "--gpus", 2), log) as process:
@@ -40,8 +41,8 @@ def test_torchrun_trains_with_one_voice(tiny_recipe: Path, tmp_path: Path):
 
 @pytest.mark.launcher
 def test_two_runs_at_one_port(tiny_recipe: Path, tmp_path: Path):
-    """T020: the second names the busy port and ends, the first is unharmed. Locks that a killed build of
-    DeepSpeed's left behind do not make anybody wait."""
+    """huggingface/accelerate#953: the second names the busy port and ends, the first is unharmed. Locks that
+    a killed build of DeepSpeed's left behind do not make anybody wait."""
     for name in ("deepspeed_shm_comm", "cpu_adam", "utils"):
         (tmp_path / "extensions" / name).mkdir(parents=True)
         (tmp_path / "extensions" / name / "lock").touch()

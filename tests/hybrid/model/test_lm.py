@@ -205,7 +205,7 @@ def test_the_loss_is_the_cross_entropy_of_the_logits_whatever_the_chunk():
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=4))
 def test_packed_rows_equal_the_documents_alone(lengths):
-    """T034: no padding anywhere; unequal lengths share one row."""
+    """huggingface/transformers#46773: no padding anywhere; unequal lengths share one row."""
     model, text = mini("KRWFB"), ids(sum(lengths), seed=len(lengths))
     model.loss_chunk = 16
     packed, _ = model(text, cu_seqlens=borders(*lengths), want_state=False)
@@ -216,8 +216,8 @@ def test_packed_rows_equal_the_documents_alone(lengths):
     assert difference(with_state, together) <= EQUAL
     assert [state.position for state in states] == lengths
     for ours, (_, theirs) in zip(states, alone, strict=True):
-        for name, tensor in theirs._tensors().items():
-            assert difference(ours._tensors()[name], tensor) <= EQUAL, name
+        for name, tensor in theirs.tensors().items():
+            assert difference(ours.tensors()[name], tensor) <= EQUAL, name
 
 
 def test_packed_rows_have_the_gradients_of_the_documents_alone():
@@ -278,7 +278,7 @@ def test_statistics_are_left_by_the_layers_that_have_them():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_runs_in_its_own_dtype(dtype):
-    """T039: no mixed-dtype error; logits and loss are fp32; near the float64 model."""
+    """No mixed-dtype error; logits and loss are fp32; near the float64 model."""
     exact = mini("KRWFB").double()
     half = copy.deepcopy(exact).to(dtype)
     text, routes = ids(100), {}
@@ -295,7 +295,6 @@ def test_half_precision_runs_in_its_own_dtype(dtype):
 
 
 def test_fp32_is_near_float64():
-    """T039"""
     model, text, routes = mini("KRWFB"), ids(100), {}
     logits, _ = model(text, routes=routes)
     wanted, _ = copy.deepcopy(model).double()(text, routes=routes)

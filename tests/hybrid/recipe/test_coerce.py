@@ -24,7 +24,7 @@ NUMBERS = [
     ("written", "value"), [*NUMBERS, ('"1e-4"', 1e-4), ("3", 3.0), ("+2.5", 2.5), ("1_000", 1e3)]
 )
 def test_numbers_are_floats_in_files_and_overrides(write, base, written, value):
-    """T058: also the printed configuration shows a number."""
+    """huggingface/trl#1450: also the printed configuration shows a number."""
     in_file = load(write(f"base: base.yaml\noptimizer:\n  lr: {written}\n"))
     overridden = load(base, [f"optimizer.lr={written}"])
     for recipe in (in_file, overridden):
@@ -35,7 +35,6 @@ def test_numbers_are_floats_in_files_and_overrides(write, base, written, value):
 
 @pytest.mark.parametrize("written", ["1e-4", "1E-4", "1.0e-4", "0.1e-3", '"1e-4"', '".1e-3"'])
 def test_numbers_are_floats_in_json(write, base, written):
-    """T058"""
     path = write('{"base": "base.yaml", "optimizer": {"lr": %s}}' % written, "mine.json")  # noqa: UP031
     assert load(path).optimizer.lr == 1e-4
 
@@ -44,7 +43,6 @@ def test_numbers_are_floats_in_json(write, base, written):
     "written", ["abc", "1e", "0x10", "1,5", "nan", "inf", "1e999", "true", "[1]", "{a: 1}", "٣"]
 )
 def test_other_texts_for_a_number_are_refused_with_the_key(base, written):
-    """T058"""
     (problem,) = refused(base, f"optimizer.lr={written}")
     assert problem.startswith("optimizer.lr (command line): expected a")
 
@@ -62,7 +60,6 @@ def test_other_texts_for_a_number_are_refused_with_the_key(base, written):
     ],
 )
 def test_text_that_looks_like_something_else_stays_text(write, base, key, text):
-    """T058"""
     *sections, name = key.split(".")
     lines = ["base: base.yaml", *(" " * i + f"{s}:" for i, s in enumerate(sections)), f"    {name}: {text}"]
     for recipe in (load(write("\n".join(lines))), load(base, [f"{key}={text}"])):
@@ -95,7 +92,7 @@ def test_whole_numbers_and_truth_values_are_not_mixed_up(base):
 
 
 def test_values_that_look_like_code_are_plain_text(base, tmp_path):
-    """T061: no file appears."""
+    """omry/omegaconf#157: nothing is evaluated, no file appears."""
     victim = tmp_path / "victim"
     for code in (
         f"__import__('pathlib').Path('{victim}').touch()",

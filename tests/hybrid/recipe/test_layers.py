@@ -62,7 +62,7 @@ def test_impossible_layers_are_all_listed_before_anything_is_built(path, monkeyp
 
 
 def test_heads_that_cannot_be_shared_out_over_ranks_are_refused(path, monkeypatch):
-    """T012: with heads, key/value heads, length and ranks; nothing is built. KVM hands its state on."""
+    """verl-project/verl#1226: heads, length and ranks are named, nothing is built. KVM hands its state on."""
     monkeypatch.setattr(torch.nn.Module, "__init__", None)
     with pytest.raises(RecipeError) as error:
         load(path, ["parallel.sequence=8", "data.context=96", "model.layers.F.num_kv_heads=2"])

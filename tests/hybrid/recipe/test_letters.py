@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("two_kinds")
 
 
 def test_a_pattern_fault_shows_the_caret(base):
-    """T041"""
+    """huggingface/transformers#45300"""
     (problem,) = refused(base, "model.pattern=KK?F")
     assert problem.split("\n")[1:] == ["  KK?F", "    ^"]
     (problem,) = refused(base, "model.pattern=KZ")

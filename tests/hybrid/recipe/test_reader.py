@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("two_kinds")
 
 
 def test_tables_are_merged_and_lists_replaced(write, base):
-    """T060"""
+    """omry/omegaconf#305"""
     path = write(
         "base: base.yaml\ndata:\n  sources:\n    code: {paths: [a.txt]}\noptimizer: {betas: [0.8, 0.9]}\n"
     )
@@ -37,7 +37,6 @@ def test_an_empty_section_changes_nothing(write, base):
 
 @pytest.mark.parametrize("override", ["train.steps", "", "=5", "train..steps=3", "--steps"])
 def test_an_override_without_key_or_value_is_refused(base, override):
-    """T061"""
     (problem,) = refused(base, override)
     assert problem == f"override {override!r}: write key=value, such as optimizer.lr=1e-3"
 
@@ -51,9 +50,45 @@ def test_yaml_tags_and_aliases_are_refused(write, tmp_path):
     assert refused(path) == ["line 2: YAML aliases (*a) are not supported; write ${section.key}"]
 
 
-def test_keys_written_twice_are_refused(write):
+def test_keys_written_twice_are_refused(write, base):
     path = write(BASE + "monitor:\n  log_every: 5\n  log_every: 6\n")
-    assert refused(path) == ["monitor.log_every (mine.yaml:11): written twice"]
+    assert refused(path) == ["monitor.log_every (mine.yaml:11): written twice, in lines 10 and 11"]
+    assert refused(write("base: base.yaml\nbase: base.yaml\n")) == [
+        "base (mine.yaml:2): written twice, in lines 1 and 2"
+    ]
+    path = write('{"base": "base.yaml",\n"train": {"seed": 1,\n"seed": 2}}', "mine.json")
+    assert refused(path) == ["train.seed (mine.json:3): written twice, in lines 2 and 3"]
+    override = "model.layers.K={kind: kvm, chunk: 64, chunk: 128}"
+    assert refused(base, override) == ["model.layers.K.chunk (command line): written twice"]
+
+
+def marked(text):
+    return text.encode("utf-8-sig")
+
+
+@pytest.mark.parametrize("name", ["mine.yaml", "mine.json"])
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
+def test_byte_marks_and_line_ends_change_nothing(base, tmp_path, name, ends):
+    text = '{"base": "base.yaml",\n"train":\n{"prompts": ["one"],\n"seed": 3}}\n'
+    (tmp_path / name).write_bytes(marked(text.replace("\n", ends)))
+    assert load(tmp_path / name) == load(base, ["train.prompts=[one]", "train.seed=3"])
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"])
+@pytest.mark.parametrize("name", ["mine.yaml", "mine.json"])
+def test_other_encodings_are_refused_in_words(tmp_path, name, encoding):
+    (tmp_path / name).write_bytes('{"model": "\xe9"}'.encode(encoding))
+    (problem,) = refused(tmp_path / name)
+    assert problem.startswith("is not UTF-8 text")
+
+
+def test_json_may_be_written_in_any_way_json_allows(write, base):
+    prompts = '["\\ud83d\\ude00 \\u2028\\/", "\u2028\x7f é"]'
+    text = '{\n\t"base":"base.yaml",\n\t"train": {"prompts": %s, "seed":3}}' % prompts  # noqa: UP031
+    recipe = load(write(text, "mine.json"))
+    assert recipe.train.prompts == ["\U0001f600 \u2028/", "\u2028\x7f é"]
+    assert recipe.train.seed == 3
+    assert refused(write(text.replace("3}", "x}"), "mine.json"))[0].startswith("not JSON: line 3")
 
 
 def test_files_that_are_no_recipes_are_refused_in_words(write, tmp_path):

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("two_kinds")
             "parallel.sequence",
             "130 tokens (data.context) / 4 ranks per sequence does not divide",
         ),
-        (["parallel.sequence=2", "data.order=document"], "data.order", "pieces of unequal length"),
+        (["parallel.sequence=2", "data.order=document"], "data.order", "rows of unequal length"),
         (["model.norm=batchnorm"], "model.norm", "allowed: layernorm, rmsnorm"),
         (
             ["data.sources.code.format=tar"],
@@ -66,7 +66,7 @@ pytestmark = pytest.mark.usefixtures("two_kinds")
     ],
 )
 def test_rules_are_kept_with_reasons(base, overrides, key, words):
-    """T015 (fp16, bf16 without ZeRO), T042"""
+    """deepspeedai/DeepSpeed#3991 (fp16), NVIDIA/Model-Optimizer#1377 (depth)"""
     (problem,) = refused(base, *overrides)
     assert problem.split(" ")[0].rstrip(":") == key
     assert words in problem
@@ -102,7 +102,7 @@ def test_impossible_values_are_refused_by_key(base, override, words):
     ],
 )
 def test_batch_arithmetic_counts_data_parallel_processes(base, processes, sequence, batch, micro, expected):
-    """T019"""
+    """bigcode-project/starcoder#41, deepspeedai/DeepSpeed#3982"""
     recipe = load(base)
     recipe.parallel.sequence, recipe.train.batch_size, recipe.train.micro_batch_size = sequence, batch, micro
     assert batch_geometry(recipe, processes) == expected
@@ -122,7 +122,6 @@ def test_batch_arithmetic_counts_data_parallel_processes(base, processes, sequen
 def test_batch_sizes_that_do_not_divide_are_refused_with_all_numbers(
     base, processes, sequence, batch, micro, numbers
 ):
-    """T019"""
     recipe = load(base)
     recipe.parallel.sequence, recipe.train.batch_size, recipe.train.micro_batch_size = sequence, batch, micro
     with pytest.raises(RecipeError) as caught:
@@ -131,7 +130,7 @@ def test_batch_sizes_that_do_not_divide_are_refused_with_all_numbers(
 
 
 def test_the_batch_is_checked_on_loading_where_the_processes_are_known(base):
-    """T019: before anything is built"""
+    """Before anything is built."""
     assert load(base, ["train.micro_batch_size=2"], world_size=2).train.micro_batch_size == 2
     (problem,) = refused(base, "train.micro_batch_size=4", world_size=3)
     assert "3 x 4 = 12" in problem

@@ -1,19 +1,10 @@
-"""Data for the tiny recipe, prepared once; the table of misfortunes at the end of `make chaos`."""
+"""The table of misfortunes at the end of `make chaos`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
-
-from . import tiny
-
-
-@pytest.fixture(scope="session")
-def tiny_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe file whose data is prepared; give every run its own output."""
-    return tiny.prepare(tmp_path_factory.mktemp("tiny"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

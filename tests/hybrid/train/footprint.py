@@ -65,10 +65,9 @@ def measure(path: Path, output: Path, **overrides: Any) -> Found:
     from hybrid import recipe as recipes
     from hybrid.data.loader import Loader
     from hybrid.distributed import world as distributed
-    from hybrid.distributed.signals import Signals
     from hybrid.model import HybridLM
-    from hybrid.train import step
     from hybrid.train.engine import Engine
+    from hybrid.train.step import Step
 
     world = distributed.start(1)
     recipe = tiny.load(path, output, **overrides)
@@ -88,7 +87,7 @@ def measure(path: Path, output: Path, **overrides: Any) -> Found:
 
     def take() -> None:
         engine.set_rates(1.0)
-        step.take(engine, world, [next(loader) for _ in range(geometry.accumulation)], Signals())
+        Step(engine, world, [next(loader) for _ in range(geometry.accumulation)]).take()
 
     take()
     engine.deepspeed.step = watched

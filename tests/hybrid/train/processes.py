@@ -8,13 +8,14 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+from hybrid.distributed.environment import free_port
 
 from ...processes import wait_until_it_catches_sigterm
 from . import tiny
@@ -32,14 +33,12 @@ class Ranks:
         self, arguments: list[str], size: int, log: Path, function: Callable[[list[str]], int]
     ) -> None:
         self.log = log
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        port = free_port()
         self.processes = []
         for rank in range(size):
             environment = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port),
+                "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
             }  # fmt: skip
             process = _forks.Process(

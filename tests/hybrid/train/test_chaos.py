@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hybrid.checkpoint.tag import tags_in
+from hybrid.checkpoint.folder import tags_in
 from hybrid.errors import LOST_EXIT_CODE, STOPPED_EXIT_CODE
 
 from . import tiny

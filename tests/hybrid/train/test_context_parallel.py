@@ -15,15 +15,15 @@ from torch import Tensor
 from hybrid.data.batch import Batch, Segment
 from hybrid.distributed import world as distributed
 from hybrid.distributed.context_parallel import SequenceRanks
-from hybrid.distributed.signals import Signals
-from hybrid.estimate.traffic import sequence_traffic
+from hybrid.estimate.communication import sequence_bytes
 from hybrid.model import HybridLM
 from hybrid.model.head import IGNORE
 from hybrid.recipe import Geometry, layer_specs
 from hybrid.recipe.schema import Recipe
-from hybrid.train import optimizer, step
+from hybrid.train import optimizer
 from hybrid.train.engine import Engine
 from hybrid.train.metrics import read_metrics
+from hybrid.train.step import Step, checksum_of
 
 from . import tiny
 from .tiny import fingerprint, weights
@@ -107,7 +107,7 @@ def in_ranks(case: Case) -> dict[str, Any]:
     world = distributed.start(1)
     _, parallel, _, accumulation = case.geometry(world.size)
     engine = Engine(case.model(), case.recipe(), case.geometry(world.size), world)
-    sharing = SequenceRanks.join(world, case.sequence)
+    ranks = SequenceRanks.join(world, case.sequence)
     found: dict[str, Any] = {"losses": [], "hashes": [], "checksums": []}
     for number in range(case.steps):
         engine.set_rates(1.0)
@@ -115,14 +115,14 @@ def in_ranks(case: Case) -> dict[str, Any]:
             (micro * parallel + world.rank // case.sequence) * case.micro for micro in range(accumulation)
         ]
         batches = [case.batch(number, first, case.micro) for first in firsts]
-        done = step.take(engine, world, batches, Signals(), sharing=sharing)
+        done = Step(engine, world, batches, ranks=ranks).take()
         found["losses"].append(done.loss)
         found["checksums"].append((done.checksum, done.tokens))
         found["hashes"].append(fingerprint(engine))
     found["weights"] = weights(engine)
-    found["sent"] = sharing.sent.total()
+    found["sent"] = ranks.sent.total()
     engine.close()
-    sharing.leave()
+    ranks.leave()
     return found
 
 
@@ -130,18 +130,18 @@ def order_of_gradients(case: Case) -> list[list[str]]:
     """Of this rank's micro-batches: the parameters in the order in which they got their gradients."""
     world = distributed.start(1)
     _, parallel, micro, accumulation = case.geometry(world.size)
-    model, sharing = case.model(), SequenceRanks.join(world, case.sequence)
+    model, ranks = case.model(), SequenceRanks.join(world, case.sequence)
     came: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
     found = []
     for number in range(accumulation):
         first = (number * parallel + world.rank // case.sequence) * micro
-        piece = sharing.piece(case.batch(0, first, micro))
-        model(piece.ids, **piece.arguments()).total.backward()
+        shard = ranks.shard(case.batch(0, first, micro))
+        model(shard.ids, **shard.options()).total.backward()
         found.append(came.copy())
         came.clear()
-    sharing.leave()
+    ranks.leave()
     return found
 
 
@@ -161,7 +161,7 @@ def on_one(case: Case) -> dict[str, Any]:
         built.step()
         built.zero_grad()
         found["losses"].append(loss.item())
-        found["checksums"].append((step.checksum_of(batch) % 2**32, WINDOWS * LENGTH))
+        found["checksums"].append((checksum_of(batch) % 2**32, WINDOWS * LENGTH))
     found["weights"] = {name: p.detach() for name, p in model.named_parameters()}
     return found
 
@@ -183,7 +183,7 @@ def check(pools: Any, size: int, case: Case) -> None:
         assert one["checksums"] == right["checksums"]
     assert len(set(ranks[0]["hashes"])) == case.steps
     geometry = case.geometry(size)
-    a_step = sum(layer.step for layer in sequence_traffic(case.model(), case.recipe(), geometry))
+    a_step = sum(layer.step for layer in sequence_bytes(case.model(), case.recipe(), geometry))
     assert sum(one["sent"] for one in ranks) == case.steps * geometry.data_parallel * a_step
     if case.name == "sgd" and case.steps == 1:
         start = dict(case.model().named_parameters())

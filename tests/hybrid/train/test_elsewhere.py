@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,10 @@ import pytest
 from safetensors.torch import load_file
 
 from hybrid import recipe as recipes
-from hybrid.checkpoint import tensor_files as statefiles
-from hybrid.checkpoint import zero_state as masters
-from hybrid.checkpoint.tag import load_weights
+from hybrid.checkpoint import tensor_files, zero_state
+from hybrid.checkpoint.run import load_weights
 from hybrid.distributed import world as distributed
-from hybrid.distributed.world import TrainError
+from hybrid.errors import TrainError
 from hybrid.model import HybridLM
 from hybrid.train.engine import Engine
 
@@ -30,9 +31,22 @@ PLACES = {
 WARM = {"schedule__shape": "constant", "schedule__warmup_steps": 6}
 
 
-def in_pieces(path: Path, output: Path, **overrides: Any) -> Any:
-    """A run whose checkpoints are cut into several files, and travel between ranks in several pieces."""
-    with tiny.patched(statefiles, "FILE_BYTES", 20_000), tiny.patched(masters, "CHUNK", 1_000):
+@contextlib.contextmanager
+def little_at_once() -> Iterator[None]:
+    """Several small files, and exchanges of few elements."""
+    with (
+        tiny.patched(tensor_files, "FILE_BYTES", 20_000),
+        tiny.patched(zero_state, "ELEMENTS_AT_ONCE", 1_000),
+    ):
+        yield
+
+
+def in_several_files(path: Path, output: Path, **overrides: Any) -> Any:
+    """A run whose checkpoints are spread over several files, and travel between ranks little by little."""
+    with (
+        tiny.patched(tensor_files, "FILE_BYTES", 20_000),
+        tiny.patched(zero_state, "ELEMENTS_AT_ONCE", 1_000),
+    ):
         return tiny.run(path, output, **overrides)
 
 
@@ -42,9 +56,12 @@ def saved_again(run: Path, tag: str, target: Path, stage: int) -> dict[str, Any]
     world = distributed.start(1)
     engine = Engine(HybridLM.from_recipe(recipe), recipe, recipes.batch_geometry(recipe, world.size), world)
     engine.load(run / "checkpoints" / tag)
-    with tiny.patched(statefiles, "FILE_BYTES", 20_000), tiny.patched(masters, "CHUNK", 1_000):
-        for file, chunks in engine.masters.capture():
-            statefiles.write(target / file.name, file.header(), chunks, lambda: None)
+    with (
+        tiny.patched(tensor_files, "FILE_BYTES", 20_000),
+        tiny.patched(zero_state, "ELEMENTS_AT_ONCE", 1_000),
+    ):
+        for file, chunks in engine.zero_state.capture():
+            tensor_files.write(target / file.name, file.header(), chunks, lambda: None)
     found = {"weights": tiny.weights(engine)}
     engine.close()
     return found
@@ -54,9 +71,10 @@ def saved_again(run: Path, tag: str, target: Path, stage: int) -> dict[str, Any]
 def test_every_layout_reads_and_writes_the_same_bytes(
     rank_pools, tiny_recipe: Path, tmp_path: Path, precision: str
 ):
-    """T006: fp32 masters and moments are kept bit for bit, also beside bf16 parameters."""
+    """deepspeedai/DeepSpeed#5405: fp32 masters and moments are kept bit for bit, also beside bf16
+    parameters."""
     run, tag = tmp_path / "run", "step_00000004"
-    rank_pools(2).run(in_pieces, tiny_recipe, run, train__precision=precision)
+    rank_pools(2).run(in_several_files, tiny_recipe, run, train__precision=precision)
     written = {path.name: path.read_bytes() for path in (run / "checkpoints" / tag).glob("*.safetensors")}
     assert len(written) >= 6
     weights = load_weights(run / "checkpoints" / tag)
@@ -74,8 +92,8 @@ def test_every_layout_reads_and_writes_the_same_bytes(
 def test_training_goes_on_alike_on_other_processes(
     rank_pools, tiny_recipe: Path, tmp_path: Path, optimizer: str, source: tuple[int, int]
 ):
-    """T006 and T052: every optimizer offered, with groups that decay and groups that do not; the same batches
-    whatever the number of processes and of reading threads."""
+    """deepspeedai/DeepSpeed#3810, pytorch/torchtitan#409: every optimizer offered, with groups that decay and
+    groups that do not; the same batches whatever the number of processes and of reading threads."""
     settings = {"optimizer__name": optimizer, "train__steps": 8, "train__checkpoint_every": 4, **WARM}
     processes, stage = source
     rank_pools(processes).run(tiny.run, tiny_recipe, tmp_path / "run", parallel__zero_stage=stage, **settings)
@@ -101,7 +119,8 @@ def test_training_goes_on_alike_on_other_processes(
 
 
 def test_weights_saved_at_stage_3_start_another_run(two_ranks, tiny_recipe: Path, tmp_path: Path):
-    """T005: full tensors are saved, and the score before the first step is the source's."""
+    """huggingface/transformers#20082: full tensors are saved, and the score before the first step is the
+    source's."""
     source, _ = two_ranks.run(tiny.run, tiny_recipe, tmp_path / "a", parallel__zero_stage=3)
     weights = load_file(tmp_path / "a" / "checkpoints" / "step_00000004" / "model.safetensors")
     assert all(tensor.numel() for tensor in weights.values())
@@ -124,7 +143,7 @@ def live_state(run: Path) -> str:
 
 
 def test_a_partitioned_model_gives_no_empty_tensors_away(two_ranks, tiny_recipe: Path, tmp_path: Path):
-    """T005: the plain way to save a module is refused under ZeRO-3."""
+    """deepspeedai/DeepSpeed#2413: the plain way to save a module is refused under ZeRO-3."""
     two_ranks.run(tiny.run, tiny_recipe, tmp_path, train__steps=1)
     for text in two_ranks.run(live_state, tmp_path):
         assert "are spread over the processes (ZeRO stage 3)" in text

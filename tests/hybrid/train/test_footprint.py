@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hybrid.estimate.communication import zero_exchanges
 from hybrid.estimate.info import meta_model
 from hybrid.estimate.memory import memory_estimate
-from hybrid.estimate.traffic import zero_exchanges
 from hybrid.recipe import batch_geometry
 
 from . import footprint, tiny

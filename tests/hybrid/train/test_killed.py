@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from hybrid.checkpoint.tag import tags_in
-from hybrid.distributed import environment as launcher
+from hybrid.checkpoint.folder import tags_in
+from hybrid.distributed.environment import free_port
 from hybrid.errors import STOPPED_EXIT_CODE
 from hybrid.train.metrics import read_metrics
 
@@ -56,7 +56,7 @@ def test_sigterm_while_it_imports(tiny_recipe: Path, tmp_path: Path):
 def test_sigterm_while_a_library_has_turned_standard_error_away():
     """DeepSpeed does so while it tries a compiler."""
     code = (
-        "import os, signal, time; from hybrid.train.signals import ending_at_once\n"
+        "import os, signal, time; from hybrid.distributed.signals import ending_at_once\n"
         "with ending_at_once():\n"
         "    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -70,7 +70,7 @@ def test_sigterm_while_a_library_has_turned_standard_error_away():
 def test_sigterm_while_it_waits_for_the_others(tiny_recipe: Path, tmp_path: Path):
     """In code of torch's that knows no signals, for up to five minutes."""
     command = [sys.executable, "-m", "hybrid", "train", str(tiny_recipe), f"train.output={tmp_path / 'run'}"]
-    port = launcher.free_port()
+    port = free_port()
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     with started(command, tmp_path / "log", MASTER_PORT=str(port), **place) as process:
         begin = time.monotonic()
@@ -114,21 +114,16 @@ def test_sigterm_while_the_model_is_built_ends_all_before_a_step(two_ranks, tiny
 
 def stopped_within(path: Path, output: Path, step: int, **overrides: Any) -> Any:
     """A run in which rank 1 gets SIGTERM after the third pass of a step."""
-    from hybrid.train import loop
+    from hybrid.train.hooks import StopSignals
 
-    true_take, taken = loop.step.take, []
+    true_after_backward = StopSignals.after_backward
 
-    def take(*args: Any, between: Any, **kwargs: Any) -> Any:
-        taken.append(0)
+    def after_backward(hook: Any, run: Any, passes: int) -> None:
+        if run.progress.step + 1 == step and run.world.rank == 1 and passes == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        true_after_backward(hook, run, passes)
 
-        def signalled_between(passes: int) -> None:
-            if len(taken) == step and args[1].rank == 1 and passes == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-            between(passes)
-
-        return true_take(*args, between=signalled_between, **kwargs)
-
-    with tiny.patched(loop.step, "take", take):
+    with tiny.patched(StopSignals, "after_backward", after_backward):
         return tiny.run(path, output, **overrides)
 
 
@@ -147,11 +142,44 @@ def test_a_step_of_many_passes_is_left_and_taken_again(
     assert tiny.series(tmp_path / "halves") == tiny.series(tmp_path / "straight")
 
 
+def stopped_while_scoring(path: Path, output: Path, step: int, **overrides: Any) -> Any:
+    """A run in which rank 1 gets SIGTERM in the evaluation after a step."""
+    from hybrid.train.hooks import StopSignals
+
+    true_after_scored = StopSignals.after_scored
+
+    def after_scored(hook: Any, run: Any) -> None:
+        if run.progress.step == step and run.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        true_after_scored(hook, run)
+
+    with tiny.patched(StopSignals, "after_scored", after_scored):
+        return tiny.run(path, output, **overrides)
+
+
+@pytest.mark.parametrize(("stage", "step", "every"), [(1, 0, 0), (1, 2, 2), (3, 2, 2), (1, 4, 2), (1, 4, 0)])
+def test_an_evaluation_is_left_and_nothing_is_lost(
+    two_ranks, tiny_recipe: Path, tmp_path: Path, stage: int, step: int, every: int
+):
+    """It may take minutes; the step before it is saved, also where it was the last."""
+    keys = {"parallel__zero_stage": stage, "train__eval_every": every}
+    found = two_ranks.run(stopped_while_scoring, tiny_recipe, tmp_path / "halves", step, **keys)
+    assert found == [("SystemExit", "75")] * 2
+    assert tags_in(tmp_path / "halves" / "checkpoints") == ([f"step_{step:08d}"] if step else [])
+    last = [line for line in read_metrics(tmp_path / "halves") if line["step"] == step]
+    assert not any("validation/loss" in line for line in last)
+    halves = two_ranks.run(tiny.run, tiny_recipe, tmp_path / "halves", **keys)
+    straight = two_ranks.run(tiny.run, tiny_recipe, tmp_path / "straight", **keys)
+    assert tiny.series(tmp_path / "halves")[-1:] == tiny.series(tmp_path / "straight")[-1:]
+    assert halves[0].bits_per_byte == straight[0].bits_per_byte
+    assert halves[0].bits_per_byte_before == straight[0].bits_per_byte_before
+
+
 def stopped_while_reading(path: Path, output: Path, **overrides: Any) -> Any:
     """A run in which rank 1 gets SIGTERM while the first step's batches are read."""
-    from hybrid.train import loop
+    from hybrid.data.loader import Loader
 
-    true_next, read = loop.Loader.__next__, []
+    true_next, read = Loader.__next__, []
 
     def signalled_next(loader: Any) -> Any:
         read.append(0)
@@ -159,7 +187,7 @@ def stopped_while_reading(path: Path, output: Path, **overrides: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
         return true_next(loader)
 
-    with tiny.patched(loop.Loader, "__next__", signalled_next):
+    with tiny.patched(Loader, "__next__", signalled_next):
         return tiny.run(path, output, **overrides), len(read)
 
 

@@ -12,7 +12,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from hybrid.recipe.schema import MonitorSection
 from hybrid.text import clock
-from hybrid.train.metrics import Monitor, memory_bytes, peak_flops, read_metrics
+from hybrid.train.metrics import Metrics, read_metrics
+from hybrid.train.throughput import memory_bytes, peak_flops
 
 from . import tiny
 
@@ -33,11 +34,11 @@ def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_one_value_a_step_after_going_back(tmp_path: Path):
-    first = Monitor(tmp_path, MonitorSection(), True, 0)
+    first = Metrics(tmp_path, MonitorSection(), True, 0)
     for step in range(1, 16):
         first.write(step, {"train/loss": float(step)})
     first.close()
-    second = Monitor(tmp_path, MonitorSection(), True, 10)
+    second = Metrics(tmp_path, MonitorSection(), True, 10)
     for step in range(11, 17):
         second.write(step, {"train/loss": 100.0 + step})
     second.close()
@@ -49,8 +50,17 @@ def test_one_value_a_step_after_going_back(tmp_path: Path):
     assert {line["run"] for line in both if line["step"] == 12} == {first.run, second.run}
 
 
+def test_scoring_a_finished_run_again_keeps_its_last_step(tmp_path: Path):
+    for values in ({"train/loss": 1.0}, {"validation/loss": 2.0}, {"validation/loss": 3.0}):
+        metrics = Metrics(tmp_path, MonitorSection(tensorboard=False), True, 4)
+        metrics.write(4, values)
+        metrics.close()
+    (line,) = read_metrics(tmp_path)
+    assert (line["train/loss"], line["validation/loss"], line["run"]) == (1.0, 3.0, metrics.run)
+
+
 def test_values_of_one_step_are_merged_and_a_cut_line_is_left_out(tmp_path: Path):
-    monitor = Monitor(tmp_path, MonitorSection(tensorboard=False), True, 0)
+    monitor = Metrics(tmp_path, MonitorSection(tensorboard=False), True, 0)
     monitor.write(1, {"a/x": 1.0})
     monitor.write(1, {"a/y": float("nan")})
     monitor.close()
@@ -61,7 +71,7 @@ def test_values_of_one_step_are_merged_and_a_cut_line_is_left_out(tmp_path: Path
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    monitor = Monitor(tmp_path, MonitorSection(), False, 0)
+    monitor = Metrics(tmp_path, MonitorSection(), False, 0)
     monitor.write(1, {"a/x": 1.0})
     monitor.say("hello")
     monitor.close()
@@ -78,7 +88,8 @@ def test_durations_memory_and_peaks():
 
 @pytest.mark.ranks
 def test_four_ranks_write_one_series(four_ranks, rank_pools, tiny_recipe: Path, tmp_path: Path):
-    """T067: 20 steps, 20 points a series, and the values are means over all ranks (those of one process)."""
+    """tensorflow/tensorboard#1011: 20 steps, 20 points a series, and the values are means over all ranks
+    (those of one process)."""
     settings = {"train__steps": 20, "monitor__tensorboard": "true", "monitor__statistics_every": 10}
     four_ranks.run(tiny.run, tiny_recipe, tmp_path / "four", **settings)
     rank_pools(1).run(tiny.run, tiny_recipe, tmp_path / "one", **settings)
@@ -101,7 +112,7 @@ def test_four_ranks_write_one_series(four_ranks, rank_pools, tiny_recipe: Path, 
 
 @pytest.mark.ranks
 def test_resuming_an_older_step_replaces_the_curve(rank_pools, tiny_recipe: Path, tmp_path: Path):
-    """T068, with 15, 10 and 16 steps for 150, 100 and 160."""
+    """tensorflow/tensorboard#3732, with 15, 10 and 16 steps for 150, 100 and 160."""
     one = rank_pools(1)
     settings = {"train__checkpoint_every": 5, "monitor__tensorboard": "true", "schedule__shape": "constant"}
     one.run(tiny.run, tiny_recipe, tmp_path, train__steps=15, **settings)
@@ -124,12 +135,12 @@ def test_a_line_cut_by_a_crash_costs_no_later_one(tmp_path: Path):
     """What was written before and after it is all there, whatever bytes stand between."""
     section = MonitorSection(tensorboard=False)
     for step, rubbish in ((1, b'{"step": 2, "ru'), (3, b"\xff\n[]\n3")):
-        monitor = Monitor(tmp_path, section, True, step - 1)
+        monitor = Metrics(tmp_path, section, True, step - 1)
         monitor.write(step, {"train/loss": float(step)})
         monitor.close()
         with open(tmp_path / "metrics.jsonl", "ab") as file:
             file.write(rubbish)
-    monitor = Monitor(tmp_path, section, True, 3)
+    monitor = Metrics(tmp_path, section, True, 3)
     monitor.write(4, {"train/loss": 4.0})
     monitor.close()
     assert [line["train/loss"] for line in read_metrics(tmp_path)] == [1.0, 3.0, 4.0]

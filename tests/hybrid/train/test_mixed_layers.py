@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybrid.distributed.world import World
-from hybrid.train import metrics as monitor
+from hybrid.train import throughput
 from hybrid.train.metrics import read_metrics
 
 from . import tiny
@@ -54,7 +54,7 @@ def watched(path: Path, output: Path, **overrides: Any) -> list[list[dict[str, f
     needed = (1 + int(os.environ["RANK"])) * 2**30
     with (
         tiny.patched(World, "gather", watching),
-        tiny.patched(monitor, "memory_bytes", lambda _: needed),
+        tiny.patched(throughput, "memory_bytes", lambda _: needed),
     ):
         tiny.run(path, output, **overrides)
     return seen

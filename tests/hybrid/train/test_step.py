@@ -10,13 +10,13 @@ import torch
 
 from hybrid.data.batch import Batch, Segment
 from hybrid.distributed import world as distributed
-from hybrid.distributed.signals import Signals
 from hybrid.model import HybridLM
-from hybrid.model.head import IGNORE
+from hybrid.model.head import IGNORE, Loss
 from hybrid.recipe import Geometry, layer_specs
 from hybrid.recipe.schema import Recipe
-from hybrid.train import optimizer, step
+from hybrid.train import optimizer
 from hybrid.train.engine import Engine
+from hybrid.train.step import Step
 
 from .tiny import fingerprint, patched, weights
 
@@ -78,6 +78,7 @@ def in_ranks(
     steps: int = STEPS,
     bad_step: int | None = None,
     bad: str = "loss",
+    empty_step: int | None = None,
     z_loss: float = 0.0,
     **section: Any,
 ) -> dict[str, Any]:
@@ -89,22 +90,24 @@ def in_ranks(
     with patched(bf16_optimizer, "see_memory_usage", lambda *_, **__: None):  # a garbage collection each
         engine = Engine(model(), recipe(stage, precision, **section), geometry, world)
     ids, labels = data(world.size)
+    if empty_step is not None:
+        labels[empty_step] = IGNORE
     mine = slice(world.rank * SEQUENCES, (world.rank + 1) * SEQUENCES)
     found: dict[str, Any] = {"hashes": [fingerprint(engine)], "steps": []}
-    true_objective = step._objective
+    true_forward = Engine.forward
 
-    def bad_objective(*args: Any) -> torch.Tensor:
-        value = true_objective(*args)
-        args[-1][0] *= math.nan
-        return value
+    def bad_forward(*args: Any, **kwargs: Any) -> Loss:
+        """A loss that is not finite, with a gradient that is."""
+        loss = true_forward(*args, **kwargs)
+        return loss._replace(total=loss.total + math.nan)
 
     for number in range(steps):
         engine.set_rates(1.0)
         batches = micro_batches(ids[number, mine], labels[number, mine], size)
         wrong = bad if number == bad_step and world.rank == world.size - 1 else ""
         hook = engine.model.norm.weight.register_hook(one_nan) if wrong == "gradient" else None
-        with patched(step, "_objective", bad_objective if wrong == "loss" else true_objective):
-            done = step.take(engine, world, batches, Signals(), z_loss=z_loss)
+        with patched(Engine, "forward", bad_forward if wrong == "loss" else true_forward):
+            done = Step(engine, world, batches, z_loss=z_loss).take()
         if hook:
             hook.remove()
         found["steps"].append((done.loss, done.update.norm, done.update.clip_factor, done.update.skipped))
@@ -166,7 +169,7 @@ def whole_error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize(("precision", "stage"), STAGES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_any_split_gives_the_gradient_of_one_large_batch(rank_pools, world: int, precision: str, stage: int):
-    """T010. One large SGD step shows the gradient that the optimizer was given."""
+    """allenai/open-instruct#1498. One large SGD step shows the gradient that the optimizer was given."""
     rate = 1e3
     settings = {"name": "sgd", "lr": rate, "weight_decay": 0.0}
     start = dict(model(precision).named_parameters())
@@ -186,7 +189,8 @@ def test_any_split_gives_the_gradient_of_one_large_batch(rank_pools, world: int,
 
 @pytest.mark.parametrize(("precision", "stage"), STAGES)
 def test_adamw_follows_the_large_batch_and_replicas_stay_equal(two_ranks, precision: str, stage: int):
-    """T010: losses, norms, and the hash of the weights on both ranks after each of three steps."""
+    """deepspeedai/DeepSpeed#7985: losses, norms, and the hash of the weights on both ranks after each of
+    three steps."""
     right = reference(2, clip=0.5)["steps"]
     tolerance = 2e-5 if precision == "fp32" else 2e-2
     for ranks in zip(*two_ranks.run(all_splits, stage, precision, (8, 2), clip=0.5), strict=True):
@@ -227,3 +231,54 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(
         assert found["hashes"][2] == found["hashes"][1]
         assert found["hashes"][3] != found["hashes"][2]
     assert ranks[0]["hashes"] == ranks[1]["hashes"]
+
+
+@pytest.mark.parametrize(("precision", "stage"), STAGES)
+def test_a_step_without_counted_tokens_changes_nothing(two_ranks, precision: str, stage: int):
+    """Neither momentum nor decay moves a weight, and the next step is as if the empty one had not been."""
+    ranks = two_ranks.run(in_ranks, stage, precision, 4, empty_step=1, weight_decay=0.5)
+    _, after = reference(2, skip=1, weight_decay=0.5)["steps"]
+    for found in ranks:
+        loss, *update = found["steps"][1]
+        assert math.isnan(loss)
+        assert update == [0.0, 0.0, True]
+        assert found["hashes"][2] == found["hashes"][1]
+        assert found["hashes"][3] != found["hashes"][2]
+        assert found["steps"][2][:2] == pytest.approx(after, rel=2e-5 if precision == "fp32" else 2e-2)
+
+
+class Lengths(torch.nn.Module):
+    """Parameters of these lengths, whose sum of squares is the loss."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList(torch.ones(length) for length in lengths)
+
+    def no_decay(self) -> set[str]:
+        return set()
+
+    def forward(self) -> torch.Tensor:
+        return sum((part.square().sum() for part in self.parts), torch.zeros(()))
+
+
+def of_lengths(stage: int) -> list[tuple[float, float]]:
+    """Norm of the gradient, and the largest weight after a step, of models of few and odd parameters."""
+    world, found = distributed.start(1), []
+    for lengths in ((1,), (7,), (1, 7, 317)):
+        geometry = Geometry(world.size, world.size, 1, 1)
+        engine = Engine(Lengths(*lengths), recipe(stage, name="sgd", weight_decay=0.0), geometry, world)
+        engine.set_rates(1.0)
+        engine.backward(engine.forward())
+        norm = engine.step().norm
+        found.append((norm, max(float(weight.max()) for weight in weights(engine).values())))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_odd_number_of_parameters_is_trained(two_ranks, stage: int):
+    """DeepSpeed asserts that the sizes of its buckets are even."""
+    right = [(2 * math.sqrt(count), 1 - 2e-2) for count in (1, 7, 325)]
+    for found in two_ranks.run(of_lengths, stage):
+        for values, wanted in zip(found, right, strict=True):
+            assert values == pytest.approx(wanted, rel=1e-5)

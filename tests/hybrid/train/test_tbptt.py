@@ -1,4 +1,4 @@
-"""Sequences trained on in successive pieces: the whole losses, gradients that stop where a piece begins."""
+"""Truncated backpropagation: the whole losses, gradients that stop where a tbptt chunk begins."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ import pytest
 import torch
 
 from hybrid import recipe as recipes
-from hybrid.checkpoint.tag import Origin
+from hybrid.checkpoint.folder import Origin
 from hybrid.data.batch import Batch, Segment
 from hybrid.distributed import world as distributed
-from hybrid.distributed.context_parallel import Piece, whole
-from hybrid.distributed.signals import Signals
+from hybrid.distributed.context_parallel import ALONE, Inputs
 from hybrid.errors import UserError
 from hybrid.model import HybridLM
 from hybrid.model.head import IGNORE
 from hybrid.recipe import Geometry, RecipeError, layer_specs
 from hybrid.recipe.schema import Recipe
-from hybrid.train import resume, step
-from hybrid.train import tbptt as pieces
+from hybrid.train import resume
 from hybrid.train.engine import Engine
-from hybrid.train.tbptt import Carried
+from hybrid.train.step import Step
+from hybrid.train.tbptt import ChunkReader, chunks
 
 from ..generate.test_ragged import small
 from . import tiny
@@ -44,17 +43,17 @@ def batch_of(ids: torch.Tensor, *lengths: int) -> Batch:
     return Batch(ids, labels, borders, 0)
 
 
-def cut(batch: Batch, count: int) -> list[Piece]:
-    return list(pieces.cut(whole(batch), count))
+def cut(batch: Batch, count: int) -> list[Inputs]:
+    return list(chunks(ALONE.shard(batch), count))
 
 
-def test_a_packed_row_is_cut_wherever_a_piece_is_full():
+def test_a_packed_row_is_cut_wherever_a_chunk_is_full():
     batch = batch_of(torch.arange(10)[None], 3, 5, 2)
     one, two, three = cut(batch, 3)
     assert [p.ids[0].tolist() for p in (one, two, three)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [p.labels.shape[1] for p in (one, two, three)] == [4, 4, 2]
     assert [p.cu_seqlens.tolist() for p in (one, two, three)] == [[0, 3, 4], [0, 4], [0, 2]]
-    assert [(p.goes_on, p.unfinished) for p in (one, two, three)] == [
+    assert [(p.continues, p.unfinished) for p in (one, two, three)] == [
         (False, True),
         (True, False),
         (False, False),
@@ -65,15 +64,15 @@ def test_equal_rows_are_cut_together():
     batch = batch_of(torch.arange(12).view(2, 6))
     one, two = cut(batch, 2)
     assert one.ids.tolist() == [[0, 1, 2], [6, 7, 8]]
-    assert (one.cu_seqlens, one.goes_on, one.unfinished) == (None, False, True)
-    assert (two.goes_on, two.unfinished) == (True, False)
+    assert (one.cu_seqlens, one.continues, one.unfinished) == (None, False, True)
+    assert (two.continues, two.unfinished) == (True, False)
 
 
-def test_fewer_tokens_than_pieces_leave_pieces_without_a_counted_token():
+def test_fewer_tokens_than_chunks_leave_chunks_without_a_counted_token():
     found = cut(batch_of(torch.arange(5)[None], 3, 2), 8)
     assert [p.ids.shape[1] for p in found] == [1] * 8
     assert [int((p.labels != IGNORE).sum()) for p in found] == [1, 1, 0, 1, 0, 0, 0, 0]
-    assert [p.goes_on for p in found] == [False, True, True, False, True, False, False, False]
+    assert [p.continues for p in found] == [False, True, True, False, True, False, False, False]
 
 
 @pytest.mark.parametrize("pattern", ["KRW", "BGM", "QD"])
@@ -86,9 +85,9 @@ def test_losses_are_those_of_the_whole_sequence(pattern, lengths):
     with torch.no_grad():
         right = model(batch.ids, cu_seqlens=batch.cu_seqlens, labels=batch.labels)
     for count in (1, 2, 7, 25):
-        carried, total, tokens = Carried(), 0.0, 0
-        for piece in cut(batch, count):
-            loss = carried.read(model, piece, CPU)
+        reader, total, tokens = ChunkReader(model, CPU), 0.0, 0
+        for chunk in cut(batch, count):
+            loss = reader.read(chunk)
             total, tokens = total + float(loss.total.detach()), tokens + int(loss.tokens)
         assert tokens == int(right.tokens)
         assert total == pytest.approx(float(right.total), rel=1e-6)
@@ -120,7 +119,7 @@ def model() -> HybridLM:
 
 
 def batches(rank: int) -> list[Batch]:
-    """Two micro-batches: a packed row, and one with fewer tokens than pieces. Ids do not repeat in a row."""
+    """Two micro-batches: a packed row, and one with fewer tokens than chunks. Ids do not repeat in a row."""
     generator = torch.Generator().manual_seed(5 + rank)
     rows = [torch.randperm(40, generator=generator)[:count][None] for count in (33, 2)]
     found = [batch_of(rows[0], 4 + rank, 29 - rank), batch_of(rows[1], 2)]
@@ -134,7 +133,7 @@ def in_rank(stage: int) -> tuple[float, dict[str, Any], int]:
     engine.set_rates(1.0)
     lengths: list[int] = []
     engine.model.blocks[0].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
-    done = step.take(engine, world, batches(world.rank), Signals(), tbptt_chunks=CHUNKS)
+    done = Step(engine, world, batches(world.rank), tbptt_chunks=CHUNKS).take()
     weights = tiny.weights(engine)
     engine.close()
     return done.loss, weights, max(lengths)
@@ -150,9 +149,9 @@ def test_a_step_has_the_whole_loss_and_the_truncated_gradient(two_ranks, stage: 
         with torch.no_grad():
             loss = plain(batch.ids, cu_seqlens=batch.cu_seqlens, labels=batch.labels)
         expected += float(loss.total) / counted
-        carried = Carried()
-        for piece in cut(batch, CHUNKS):
-            (carried.read(plain, piece, CPU).total / counted).backward()
+        reader = ChunkReader(plain, CPU)
+        for chunk in cut(batch, CHUNKS):
+            (reader.read(chunk).total / counted).backward()
     start = dict(model().named_parameters())
     (loss, weights, longest), (other, *_) = two_ranks.run(in_rank, stage)
     assert loss == other == pytest.approx(expected, rel=1e-5)
@@ -169,7 +168,7 @@ SETTINGS = {
 
 
 @pytest.mark.ranks
-def test_a_run_in_pieces_resumes_exactly(two_ranks, tiny_recipe: Path, tmp_path: Path):
+def test_a_run_in_chunks_resumes_exactly(two_ranks, tiny_recipe: Path, tmp_path: Path):
     two_ranks.run(tiny.run, tiny_recipe, tmp_path / "run", **SETTINGS)
     straight = tiny.series(tmp_path / "run")
     assert [line[0] for line in straight] == [1, 2, 3, 4]
@@ -204,11 +203,11 @@ def test_a_checkpoint_of_an_earlier_version_holds_the_chunks_under_their_old_nam
         (
             ["model.pattern=RWF"],
             r"tbptt_chunks.*: is 4, but layer 2 \('F', full\) keeps every token: its state has 2,\d+ bytes a "
-            r"sequence after data.context 16 tokens and \d+ after a piece",
+            r"sequence after data.context 16 tokens and \d+ after a chunk",
         ),
-        (["model.pattern=R", "data.context=3"], "tbptt_chunks.*: 4 pieces of data.context 3 tokens"),
+        (["model.pattern=R", "data.context=3"], "tbptt_chunks.*: 4 chunks of data.context 3 tokens"),
         (["model.pattern=R", "train.tbptt_chunks=0"], "tbptt_chunks.* is 0; allowed: 1 or more"),
-        (["model.pattern=R", "parallel.sequence=2"], "tbptt_chunks.* or cut over ranks .*not both"),
+        (["model.pattern=R", "parallel.sequence=2"], "tbptt_chunks.* or sharded over ranks .*not both"),
     ],
 )
 def test_pieces_that_cannot_be_are_refused(tiny_recipe: Path, overrides: list[str], words: str):

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,11 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybrid.checkpoint.run import load_run
-from hybrid.checkpoint.tag import newest_weights, tags_in
+from hybrid.checkpoint.folder import tags_in
+from hybrid.checkpoint.run import load_run, newest_weights, opened
 from hybrid.distributed.signals import Signals
-from hybrid.distributed.world import TrainError
-from hybrid.errors import STOPPED_EXIT_CODE
+from hybrid.errors import STOPPED_EXIT_CODE, TrainError
 from hybrid.train.metrics import read_metrics
 
 from . import tiny
@@ -34,25 +34,23 @@ LONG = {"schedule__shape": "constant", "schedule__warmup_steps": 30}
 
 def signalled(path: Path, output: Path, step: int, rank: int, number: int, **overrides: Any) -> Any:
     """A run in which one rank gets a signal while it takes a step."""
-    from hybrid.train import loop
+    from hybrid.train.hooks import SignsOfLife
 
-    true_take = loop.step.take
-    taken = 0
+    true_before_step = SignsOfLife.before_step
 
-    def take(*args: Any, **kwargs: Any) -> Any:
-        nonlocal taken
-        taken += 1
-        if taken == step and args[1].rank == rank:
+    def before_step(hook: Any, run: Any) -> None:
+        if run.progress.step + 1 == step and run.world.rank == rank:
             os.kill(os.getpid(), number)
-        return true_take(*args, **kwargs)
+        true_before_step(hook, run)
 
-    with tiny.patched(loop.step, "take", take):
+    with tiny.patched(SignsOfLife, "before_step", before_step):
         return tiny.run(path, output, **overrides)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_stopped_run_goes_on_exactly(rank_pools, tiny_recipe: Path, tmp_path: Path, world: int):
-    """T050 and T009: 40 steps, against 20, SIGTERM to one rank only, and 20 more; warm-up still on at 20."""
+    """pytorch/torchtitan#809: 40 steps, against 20, SIGTERM to one rank only, and 20 more; warm-up still on
+    at 20."""
     pool = rank_pools(world)
     straight = pool.run(tiny.run, tiny_recipe, tmp_path / "straight", train__steps=40, **LONG)
     stopped = pool.run(
@@ -75,7 +73,7 @@ OTHER_STAGES = [("fp32", 0), ("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 2),
 def test_resuming_is_exact_at_every_stage(
     two_ranks, tiny_recipe: Path, tmp_path: Path, precision: str, stage: int
 ):
-    """T015 too: two processes on CPUs train five steps at this stage."""
+    """deepspeedai/DeepSpeed#943 too: two processes on CPUs train five steps at this stage."""
     settings = {"parallel__zero_stage": stage, "train__precision": precision, "train__steps": 5}
     two_ranks.run(tiny.run, tiny_recipe, tmp_path, train__checkpoint_every=3, **settings)
     before = tiny.series(tmp_path)
@@ -93,7 +91,8 @@ def test_resuming_is_exact_at_every_stage(
 def test_one_process_trains_like_two_and_like_any_split(
     rank_pools, tiny_recipe: Path, tmp_path: Path, stage: int
 ):
-    """T015, and the loader's promise: the same windows whatever the number of processes and the split."""
+    """deepspeedai/DeepSpeed#943, and the loader's promise: the same windows whatever the number of
+    processes and the split."""
     for world, micro in ((1, 4), (1, 1), (2, 2)):
         rank_pools(world).run(
             tiny.run,
@@ -107,13 +106,13 @@ def test_one_process_trains_like_two_and_like_any_split(
         for (_, loss, rate, norm, ids), (_, *wanted, wanted_ids) in zip(other, one, strict=True):
             assert (loss, rate, norm) == pytest.approx(wanted, rel=1e-4)
             assert ids == wanted_ids
-    # T010's left-over rule: a step always reads a whole batch, so nothing is left over.
+    # allenai/open-instruct#1498: a step always reads a whole batch, so nothing is left over.
     trainer = json.loads((tmp_path / "1x1/checkpoints/step_00000004/trainer.json").read_text())
     assert (trainer["progress"]["sample"], trainer["progress"]["tokens"]) == (16, 256)
 
 
 def test_a_request_to_save_reaches_all_ranks(four_ranks, tiny_recipe: Path, tmp_path: Path):
-    """T009: SIGUSR1 to one of four ranks: all save, and training goes on to its end."""
+    """deepspeedai/DeepSpeed#2993: SIGUSR1 to one of four ranks: all save, and training goes on to its end."""
     found = four_ranks.run(signalled, tiny_recipe, tmp_path, 2, 3, signal.SIGUSR1)
     assert [summary.steps for summary in found] == [4] * 4
     assert tags_in(tmp_path / "checkpoints") == ["step_00000002", "step_00000004"]
@@ -132,7 +131,8 @@ def blind(path: Path, output: Path, rank: int) -> Any:
 def test_ranks_that_see_different_checkpoints_all_stop(
     rank_pools, tiny_recipe: Path, tmp_path: Path, size: int, lost: int
 ):
-    """T009: one message, on the main rank, also where that is the one without a view; nothing is trained."""
+    """KempnerInstitute/KempnerForge#49: one message, on the main rank, also where that is the one without a
+    view; nothing is trained."""
     rank_pools(size).run(tiny.run, tiny_recipe, tmp_path, train__steps=1)
     main, *others = rank_pools(size).run(blind, tiny_recipe, tmp_path, lost)
     views = "; ".join(f"rank {r}: {'none' if r == lost else 'step_00000001'}" for r in range(size))
@@ -153,19 +153,20 @@ def test_ranks_with_different_recipes_all_stop(two_ranks, tiny_recipe: Path, tmp
     assert other == ("SystemExit", "2")
 
 
-_opened: list[tuple[str, str]] | None = None
+_opened: list[str] | None = None
 _hooked = False
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and _opened is not None and isinstance(arguments[0], str | os.PathLike):
-        mode = arguments[1]
-        if isinstance(mode, str) and any(letter in mode for letter in "wax+"):
-            _opened.append((os.fspath(arguments[0]), mode))
+        path, _, flags = arguments
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            _opened.append(os.fspath(path))
 
 
 def recorded(path: Path, output: Path) -> list[str]:
-    """Files below the run directory that this rank opened for writing."""
+    """Names of files below the run directory that this rank opened for writing, without the temporary ones'
+    additions."""
     global _opened, _hooked
     if not _hooked:
         sys.addaudithook(_audit)
@@ -173,31 +174,31 @@ def recorded(path: Path, output: Path) -> list[str]:
     _opened = []
     tiny.run(path, output, monitor__tensorboard="true")
     found, _opened = _opened, None
-    return [os.path.relpath(name, output) for name, _ in found if Path(name).is_relative_to(output)]
+    names = [Path(name).name for name in found if Path(name).is_relative_to(output)]
+    return [re.sub(r"^\.(.+)\.\w+\.partial$", r"\1", name) for name in names]
 
 
 def test_every_shared_file_has_one_writer(two_ranks, tiny_recipe: Path, tmp_path: Path):
-    """T009: the second rank writes its log and its share of the files, nothing else."""
+    """NVIDIA-NeMo/RL#3504: the second rank writes its log and its share of the files, nothing else."""
     main, other = two_ranks.run(recorded, tiny_recipe, tmp_path)
-    assert {Path(name).name for name in other} <= {"rank_1.log", "optimizer.safetensors"}
-    assert "optimizer.safetensors" in {Path(name).name for name in other}
-    assert {"metrics.jsonl", "recipe.tmp.yaml", "latest.tmp"} <= {Path(name).name for name in main}
+    assert set(other) <= {"rank_1.log", "optimizer.safetensors"}
+    assert "optimizer.safetensors" in other
+    assert {"metrics.jsonl", "recipe.yaml", "latest", "model.safetensors"} <= set(main)
 
 
 def diverging(path: Path, output: Path, limit: int) -> Any:
     """Rank 1's losses are nan from the third step on."""
-    from hybrid.train import step
+    from hybrid.train.engine import Engine
 
-    true_objective, calls = step._objective, []
+    true_forward, calls = Engine.forward, []
 
-    def objective(*args: Any) -> torch.Tensor:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         calls.append(0)
-        value = true_objective(*args)
-        if len(calls) > 2 and os.environ["RANK"] == "1":
-            args[-1][0] *= float("nan")
-        return value
+        loss = true_forward(*args, **kwargs)
+        bad = len(calls) > 2 and os.environ["RANK"] == "1"
+        return loss._replace(total=loss.total + math.nan) if bad else loss
 
-    with tiny.patched(step, "_objective", objective):
+    with tiny.patched(Engine, "forward", forward):
         return tiny.run(path, output, train__steps=9, train__max_skipped=limit)
 
 
@@ -217,7 +218,8 @@ def test_training_that_keeps_diverging_stops_and_names_the_batch(
 
 
 def test_batches_that_do_not_divide_are_refused_at_once(two_ranks, tiny_recipe: Path, tmp_path: Path):
-    """T019: 8 = 2 x 2 x 2 passes, 12 in micro-batches of 4 does not; all numbers are shown."""
+    """deepspeedai/DeepSpeed#3982: 8 = 2 x 2 x 2 passes, 12 in micro-batches of 4 does not; all numbers are
+    shown."""
     passed = two_ranks.run(
         tiny.run, tiny_recipe, tmp_path / "a", train__batch_size=8, train__micro_batch_size=2, train__steps=1
     )
@@ -324,9 +326,7 @@ def test_a_run_directory_is_complete(rank_pools, tiny_recipe: Path, tmp_path: Pa
 
 
 def test_a_second_run_in_the_same_directory_is_refused(rank_pools, tiny_recipe: Path, tmp_path: Path):
-    from hybrid.train.run_directory import RunDirectory
-
-    with contextlib.closing(RunDirectory(tmp_path)):
+    with opened(tmp_path):
         (refused,) = rank_pools(1).run(tiny.run, tiny_recipe, tmp_path)
     assert refused[0] == "TrainError"
     assert "another process is training" in refused[1]

@@ -27,7 +27,7 @@ NO_GATES = {"gate_keys": False, "gate_values": False}
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_outputs_and_gradients_match_the_stepwise_twin(length):
-    """T027."""
+    """Also of partial chunks (fla-org/flash-linear-attention#88, #1140)."""
     mixer, x = build("kvm", torch.float32), tokens(2, length, torch.float32).requires_grad_()
     y, (expected, _) = mixer(x)[0], kvm_layer(mixer, x)
     torch.testing.assert_close(y, expected, atol=1e-5, rtol=0)
@@ -77,11 +77,11 @@ def test_the_gate_is_positive_and_has_its_formula():
     mixer = build("kvm", torch.float32)
     x = tokens(1, 50, torch.float32) * 30
     z = mixer.merge_gate(x)
-    gate = module._gate(mixer.merge_gate(x))
+    gate = module.positive_gate(mixer.merge_gate(x))
     torch.testing.assert_close(gate, torch.where(z < 0, z.exp(), 1 + z))
     assert (gate > 0).all()
     assert float(z.detach().min()) < -20  # where 1 + elu(z) has underflowed
-    assert module._gate(z.bfloat16()).dtype == torch.float32
+    assert module.positive_gate(z.bfloat16()).dtype == torch.float32
 
 
 def test_start_values():
@@ -201,7 +201,7 @@ def test_statistics_are_left_under_the_layers_index():
         f"3/{name}"
         for name in ("slots", "tokens_per_slot", "gate_mean", "gate_std", "state_mass", "window_mass")
     }
-    gate = module._gate(mixer.merge_gate(x))
+    gate = module.positive_gate(mixer.merge_gate(x))
     torch.testing.assert_close(found["3/gate_mean"], gate.detach().mean())
     torch.testing.assert_close(found["3/gate_std"], gate.detach().std())
     assert float(found["3/slots"]) == state.operator.slots

@@ -54,7 +54,8 @@ def check(got, want, inputs, tolerance=1e-10):
 @PATHS
 @pytest.mark.parametrize(("tq", "tk"), [(2, 5), (5, 2), (1, 1), (1, 9), (9, 9), (3, 40), (6, 1)])
 def test_causal_alignment_is_bottom_right(plain, tq, tk):
-    """T021: also with more queries than keys, where the first queries see nothing and give 0."""
+    """Dao-AILab/flash-attention#951: also with more queries than keys, where the first queries see nothing
+    and give 0."""
     inputs = qkv(tq, tk)
     with path(plain):
         got = attention(*inputs)
@@ -84,14 +85,15 @@ def test_not_causal(plain):
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 16, 100])
 @pytest.mark.parametrize(("tq", "tk"), [(16, 16), (11, 11), (1, 13), (5, 13), (9, 4), (6, 100)])
 def test_sliding_window_counts_the_query_itself(plain, window, tq, tk):
-    """T022: exactly `window` keys, the query's own included, in every path."""
+    """huggingface/transformers#39408: exactly `window` keys, the query's own included, in every path."""
     inputs = qkv(tq, tk)
     with path(plain):
         check(attention(*inputs, window=window), written_out(*inputs, causal_mask(tq, tk, window)), inputs)
 
 
 def test_a_token_reaches_exactly_the_window():
-    """T022: window 4, length 10: changing token 3 moves outputs 3 to 6, whole and step by step."""
+    """huggingface/transformers#39408: window 4, length 10: changing token 3 moves outputs 3 to 6, whole and
+    step by step."""
     q, k, v = (x.detach() for x in qkv(10, 10))
     changed = v.clone()
     changed[:, 3] += 1
@@ -153,7 +155,7 @@ def test_packed_documents_equal_each_alone(plain, kind):
 
 
 def test_empty_documents_are_refused_in_words():
-    """T023: the CPU kernel would end the process on them."""
+    """fla-org/flash-linear-attention#103: the CPU kernel would end the process on them."""
     q, k, v = qkv(2, 2, batch=1)
     for run in (attention, functools.partial(block_window_attention, chunk=4, window_chunks=2)):
         with pytest.raises(LayerError, match=r"lengths \(0, 1, 0, 1\); leave empty ones out"):
@@ -176,7 +178,7 @@ def test_kernels_agree_on_strided_views(head_size, mask):
         parts = [Part(mask=mask), Part(key=1)]
         joint.add(kernel, [q], [k, more_k], [v, more_v], parts, 0.2)
         out, lse = joint.result()
-        results.append((out, lse, *kernels.backward(kernel, grad, q, k, v, out, lse, mask, 0.2)))
+        results.append((out, lse, *kernels.backward(kernel, (grad, out, lse), q, k, v, mask, 0.2)))
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=0)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybrid.layers import LayerError
+from hybrid.layers.backends import load_kernels
 from hybrid.layers.softmax import Mask, attention, flash, force_kernel, force_plain, kernels
 
 SCALE = 0.3
@@ -40,7 +41,7 @@ def packages(monkeypatch):
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
-        found = kernels.backward("plain", dout, q, k, v, out, softmax_lse, mask(causal), softmax_scale)
+        found = kernels.backward("plain", (dout, out, softmax_lse), q, k, v, mask(causal), softmax_scale)
         for own, made in zip((dq, dk, dv), found, strict=True):
             own.copy_(made)
         return torch.empty(0)
@@ -53,7 +54,7 @@ def packages(monkeypatch):
         return out.to(q.dtype), lse
 
     def cute_backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0):
-        return kernels.backward("plain", dout, q, k, v, out, lse, mask(causal), softmax_scale)
+        return kernels.backward("plain", (dout, out, lse), q, k, v, mask(causal), softmax_scale)
 
     made = {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
     for name, pair in ((flash.V2, (v2_forward, v2_backward)), (flash.CUTE, (cute_forward, cute_backward))):
@@ -63,9 +64,9 @@ def packages(monkeypatch):
             setattr(made[module], function, own)
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
-    flash.functions.cache_clear()
+    load_kernels.cache_clear()
     yield
-    flash.functions.cache_clear()
+    load_kernels.cache_clear()
 
 
 @pytest.mark.parametrize("name", flash.MODULES)
@@ -75,7 +76,7 @@ def test_a_flash_attn_package_takes_the_joint_output_in_its_backward(packages, n
     out, lse = kernels.forward("plain", q, k, v, mask, SCALE)
     for x, y in zip(kernels.forward(name, q, k, v, mask, SCALE), (out, lse), strict=True):
         torch.testing.assert_close(x, y)
-    joint = torch.randn_like(q), q, k, v, out + 1, lse + 0.5, mask, SCALE
+    joint = (torch.randn_like(q), out + 1, lse + 0.5), q, k, v, mask, SCALE
     for x, y in zip(kernels.backward(name, *joint), kernels.backward("plain", *joint), strict=True):
         torch.testing.assert_close(x, y)
 
@@ -103,7 +104,7 @@ def test_the_newer_package_goes_first_where_it_runs(packages, monkeypatch):
     assert flash.fitting(128, 8) == flash.V2  # a GPU too old for it
     assert flash.fitting(128, 7) is None
     monkeypatch.setitem(sys.modules, flash.MODULES[flash.CUTE][0], None)  # not to be imported
-    flash.functions.cache_clear()
+    load_kernels.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert flash.fitting(128, 9) == flash.V2
@@ -111,9 +112,9 @@ def test_the_newer_package_goes_first_where_it_runs(packages, monkeypatch):
 
 def test_without_the_packages_torchs_own_kernels_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    flash.functions.cache_clear()
+    load_kernels.cache_clear()
     assert flash.fitting(128, 9) is None
-    flash.functions.cache_clear()
+    load_kernels.cache_clear()
     assert kernels.choose(block()[0]) == "cpu"
 
 

@@ -1,0 +1,71 @@
+"""Calls of flash-linear-attention's kernels; the only place that knows whether they can run.
+
+Its functions take `[B, T, H, D]`, packed documents as int64 `cu_seqlens` on the device, an fp32 state
+`[N, H, K, V]`, and must be called by keyword (their argument orders differ). Their chunked forms are for
+training and prompts, the recurrent ones for short calls without gradients, as they have no backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..backends import load_kernels, plain_forced
+
+MAX_KEY_WIDTH = 256
+SHORT = 64  # tokens; shorter calls without gradients run the recurrent kernel
+
+
+def fla_kernel(name: str, x: Tensor, key_width: int, dtype: torch.dtype) -> Callable | None:
+    """Find fla's kernel for inputs like `x` `[B, T, ...]`, computed in `dtype`; None where torch has to
+    compute.
+
+    None means: not 16-bit floats on a CUDA device of at least Ampere's generation, key heads wider than 256,
+    fla missing or not importable, or torch forced by `force_plain`.
+
+    Args:
+        name: `module:function`; in both `{}` stands for the form, chunk or fused_recurrent.
+
+    Returns:
+        A function of the arguments of `_run` after `dtype`.
+    """
+    if plain_forced() or not on_supported_gpu(x.device, dtype) or key_width > MAX_KEY_WIDTH:
+        return None
+    form = "fused_recurrent" if x.shape[1] < SHORT and not torch.is_grad_enabled() else "chunk"
+    found = load_kernels("fla", *name.replace("{}", form).split(":"))
+    return None if found is None else partial(_run, found[0], dtype)
+
+
+def on_supported_gpu(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels can run: half precision, Ampere or newer."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False  # fp32 stays exact: the kernels would round it
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _run(
+    kernel: Callable,
+    dtype: torch.dtype,
+    operands: dict[str, Tensor],
+    decay: dict[str, Tensor],
+    scale: float,
+    state: Tensor | None,
+    lengths: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Run `kernel` on operands by its names, cast to `dtype`, and the log decay as it is.
+
+    Returns:
+        The outputs, and the state after the (packed: the last document's) last token.
+    """
+    cu_seqlens = None
+    if lengths:
+        device = next(iter(decay.values())).device
+        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device)
+    cast = {name: x.to(dtype) for name, x in operands.items()}
+    o, states = kernel(
+        **cast, **decay, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens
+    )
+    return o, states[-1:] if lengths else states
