@@ -28,6 +28,8 @@ from hybrid.distributed.world import World
 from hybrid.errors import TrainError, words
 from hybrid.files import PARTIAL, replacing, sha256, sync, write_text
 
+from .tensor_files import SUFFIX
+
 TAG = re.compile(r"step_(\d{8})")
 ASIDE = ".aside"
 """Ends the name of a tag that is damaged or belongs to an abandoned continuation."""
@@ -106,13 +108,34 @@ def file_fault(path: Path, size: int, digest: str, *, contents: bool = True) -> 
     return None
 
 
+def unlisted(tag: Path, sums: Manifest) -> str | None:
+    """Find tensors in a tag that its manifest does not know, which would be read with the others."""
+    surplus = sorted(path.name for path in tag.glob(f"*{SUFFIX}") if path.name not in sums)
+    return f"{surplus[0]} is not in {MANIFEST}" if surplus else None
+
+
+def record_fault(tag: Path) -> str | None:
+    """Say what is wrong with the record in a tag whose files are as they were written; None for nothing."""
+    try:
+        step = read_trainer(tag)[0].step
+    except TrainError as error:
+        return str(error)
+    named = TAG.fullmatch(tag.name)
+    return f"{TRAINER} is of step {step}" if named and int(named[1]) != step else None
+
+
 def read_trainer(tag: Path) -> tuple[Progress, Origin]:
     """Read a tag's trainer.json; TrainError where it is of another version, or damaged."""
     path = tag / TRAINER
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return Progress(**found["progress"]), Origin(**found["origin"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        progress, origin = Progress(**found["progress"]), Origin(**found["origin"])
+        if not isinstance(progress.step, int) or not isinstance(origin.recipe, dict):
+            raise ValueError("step is no number, or recipe no table")
+        if not isinstance(origin.tokenizer, str):
+            raise ValueError("tokenizer is no text")
+        return progress, origin
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise TrainError(f"{path} is damaged, or of another version of this program ({error})") from None
 
 
@@ -251,4 +274,5 @@ class CheckpointFolder:
             for index, name in enumerate(sorted(sums)):
                 mine = index % self._world.size == self._world.rank
                 fault = fault or file_fault(self.path / tag / name, *sums[name], contents=mine)
+            fault = fault or unlisted(self.path / tag, sums) or record_fault(self.path / tag)
         return next((found for found in self._world.gather(fault) if found), None)

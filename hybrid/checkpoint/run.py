@@ -32,10 +32,20 @@ from hybrid.distributed.world import World
 from hybrid.errors import TrainError
 from hybrid.files import lock, write_json, write_text
 from hybrid.model import HybridLM
+from hybrid.recipe import RecipeError
 from hybrid.recipe.schema import Recipe
 
-from .folder import MANIFEST, TRAINER, file_fault, read_manifest, read_trainer, tags_in
-from .tensor_files import Reader, weight_files
+from .folder import (
+    MANIFEST,
+    TRAINER,
+    file_fault,
+    read_manifest,
+    read_trainer,
+    record_fault,
+    tags_in,
+    unlisted,
+)
+from .tensor_files import SUFFIX, Reader, weight_files
 
 RECIPE, TOKENIZER, CHECKPOINTS = "recipe.yaml", "tokenizer.model", "checkpoints"
 PACKAGES = ("kvm-hybrid", "torch", "deepspeed", "numpy", "sentencepiece", "grain", "safetensors", "omegaconf")
@@ -102,39 +112,72 @@ def _version(package: str) -> str | None:
 def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]:
     """Load the model (fp32, on the CPU, newest weights), tokenizer and recipe of a run directory.
 
-    Raises TrainError when the folder is no run, holds no whole checkpoint, or has another tokenizer than that
-    which the weights were trained with.
+    What lies beside the weights is not trusted: the recipe is that which the checkpoint was written with, and
+    where recipe.yaml describes another model, that is said on standard error.
+
+    `path` may also be a folder with the files of one checkpoint and tokenizer.model.
+
+    Raises TrainError when the folder holds no whole checkpoint, or has another tokenizer than that which the
+    weights were trained with.
     """
     run = Path(path)
-    if not (run / RECIPE).is_file():
-        raise TrainError(f"{run} is no run directory: it has no {RECIPE}")
-    recipe = recipes.load(run / RECIPE, saved=True)
     weights = newest_weights(run)
-    tokenizer = Tokenizer.load(run / TOKENIZER)
-    trained_with = tokenizer_of(weights)
-    if trained_with not in (None, tokenizer.fingerprint):
+    if absent := [name for name in (TRAINER, MANIFEST) if not (weights / name).is_file()]:
         raise TrainError(
-            f"{weights} was trained with another tokenizer (fingerprint {trained_with[:12]}) than "
+            f"{weights} holds weights without {' and '.join(absent)}, which say with which recipe and "
+            f"tokenizer they were trained: give the run directory, or put all files of its checkpoint there"
+        )
+    origin = read_trainer(weights)[1]
+    recipe = recipes.from_saved(origin.recipe, str(weights / TRAINER))
+    if (run / RECIPE).exists():
+        _say_differences(run / RECIPE, recipe)
+    tokenizer = Tokenizer.load(run / TOKENIZER)
+    if origin.tokenizer != tokenizer.fingerprint:
+        raise TrainError(
+            f"{weights} was trained with another tokenizer (fingerprint {origin.tokenizer[:12]}) than "
             f"{run / TOKENIZER} (fingerprint {tokenizer.fingerprint[:12]})"
         )
+    found = load_weights(weights)
+    if other := next((name for name in found if found[name].dtype != torch.float32), None):
+        raise TrainError(f"{weights}: {other} is {found[other].dtype}; checkpoints are fp32")
     model = HybridLM.from_recipe(recipe)
     try:
-        model.load_state_dict(load_weights(weights))
+        model.load_state_dict(found)
     except RuntimeError as error:
-        raise TrainError(f"{weights} does not fit {run / RECIPE}: {error}") from error
+        raise TrainError(f"{weights} does not fit the recipe in its {TRAINER}: {error}") from error
     return model, tokenizer, recipe
 
 
+def _say_differences(path: Path, used: Recipe) -> None:
+    """Name on standard error what a run's recipe file says of the model otherwise than its checkpoint."""
+    try:
+        beside = vars(recipes.load(path, saved=True).model)
+    except RecipeError as error:
+        problems = "; ".join(error.problems)
+        differing = f"cannot be read ({problems})"
+    else:
+        pairs = [(key, beside[key], value) for key, value in vars(used.model).items()]
+        differing = "differs from the checkpoint's recipe: " + "; ".join(
+            f"model.{key} is {there!r} there, used is {here!r}" for key, there, here in pairs if there != here
+        )
+        if beside == vars(used.model):
+            return
+    print(f"{path} {differing}: the checkpoint's own recipe is used", file=sys.stderr, flush=True)
+
+
 def newest_weights(path: str | os.PathLike[str]) -> Path:
-    """Find the folder with the newest whole weights of a run directory; itself if it holds weights.
+    """Find the folder with the newest whole weights of a run directory; itself if it holds weights only.
 
     Damaged ones are passed over, which is said on standard error. TrainError when there are none.
     """
     run = Path(path)
-    if weight_files(run):
+    tags = tags_in(run / CHECKPOINTS)
+    if weight_files(run) and not tags:
+        if (run / MANIFEST).exists() and (fault := _weights_fault(run)):
+            raise TrainError(f"{run} holds no whole weights: {fault}")
         return run
     faults: list[str] = []
-    for tag in reversed(tags_in(run / CHECKPOINTS)):
+    for tag in reversed(tags):
         folder = run / CHECKPOINTS / tag
         if (fault := _weights_fault(folder)) is None:
             if faults:
@@ -149,17 +192,21 @@ def _weights_fault(tag: Path) -> str | None:
     sums = read_manifest(tag)
     if isinstance(sums, str):
         return sums
-    weights = [name for name in sums if name.startswith("model") and name.endswith(".safetensors")]
+    weights = [name for name in sums if name.startswith("model") and name.endswith(SUFFIX)]
     if not weights:
         return f"{MANIFEST} does not list any weights"
-    needed = [TRAINER, *weights]  # the record says with which tokenizer they were trained
-    return next(filter(None, (file_fault(tag / name, *sums[name]) for name in needed)), None)
+    needed = [TRAINER, *weights]  # the record says with which recipe and tokenizer they were trained
+    fault = next(filter(None, (file_fault(tag / name, *sums[name]) for name in needed)), None)
+    return fault or unlisted(tag, sums) or record_fault(tag)
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Load the weights in a folder that `newest_weights` found; TrainError when they are damaged."""
     reader = Reader(folder)
-    return {name: reader.weight(name) for name in reader.weights}
+    found = {name: reader.weight(name) for name in reader.weights}
+    if other := next((name for name in found if not found[name].is_floating_point()), None):
+        raise TrainError(f"{folder}: {other} is {found[other].dtype}; weights are floating-point numbers")
+    return found
 
 
 def tokenizer_of(weights: Path) -> str | None:

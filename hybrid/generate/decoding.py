@@ -32,7 +32,7 @@ States = Sequence[HybridState | None]
 def load_model(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer]:
     """Load the model of a run directory (its newest weights), on the GPU if there is one, and its tokenizer.
 
-    A folder with recipe.yaml, tokenizer.model and model.safetensors will do.
+    A folder with the files of one checkpoint and tokenizer.model will do.
     """
     model, tokenizer, _ = load_run(path)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

@@ -55,15 +55,39 @@ def load(
     problems: list[Problem] = []
     _drop_malformed(merged, "", problems)
     resolved = _resolve(merged, OmegaConf.create(merged), "", problems)
-    recipe: Recipe = _typed(Recipe, resolved, "", problems)
-    found, layers = examine(recipe, world_size, {problem.key for problem in problems})
-    problems += found
-    if layers is not None and not layers.problems:
+    recipe, layers = _examined(resolved, problems, world_size)
+    if layers is not None:
         problems += _idle_defaults(text, layers)
-        layers.fill()
     if text.problems or problems:
         raise RecipeError([*text.problems, *map(text.locate, problems)], str(path))
     return recipe
+
+
+def from_saved(saved: dict[str, Any], name: str) -> Recipe:
+    """Check the resolved recipe that a run saved as plain tables, whose keys may have been renamed since.
+
+    `name` is where it was found, for RecipeError.
+    """
+    merged = cast(Tree, OmegaConf.to_container(OmegaConf.structured(Recipe)))
+    _overlay(merged, renamed(saved))
+    problems: list[Problem] = []
+    recipe, _ = _examined(merged, problems, None)
+    if problems:
+        raise RecipeError(problems, name)
+    return recipe
+
+
+def _examined(
+    resolved: Tree, problems: list[Problem], world_size: int | None
+) -> tuple[Recipe, LayerTable | None]:
+    """Convert tables to a recipe and check it, its layers filled in; None for layers with problems."""
+    recipe: Recipe = _typed(Recipe, resolved, "", problems)
+    found, layers = examine(recipe, world_size, {problem.key for problem in problems})
+    problems += found
+    if layers is None or layers.problems:
+        return recipe, None
+    layers.fill()
+    return recipe, layers
 
 
 def _overlay(tree: Tree, above: Tree) -> None:
