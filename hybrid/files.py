@@ -43,6 +43,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def no_link(path: str, flags: int) -> int:
+    """Open a file as `open(..., opener=no_link)`: a link is an OSError, nothing is written through it."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "is a link, through which nothing is written: remove it"
+        raise
+
+
 @contextmanager
 def lock(path: Path, *, wait: bool) -> Iterator[OSError | None]:
     """Hold the lock of a file, made if need be, while the block runs.

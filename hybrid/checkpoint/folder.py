@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,10 +190,17 @@ class CheckpointFolder:
         self._world.rank0_only(rename)
 
     def make_room(self, partial: Path) -> None:
-        """Main rank only: make an empty folder for a tag to be written, and remove leftovers of others."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        for leftover in self.path.glob(f"*{PARTIAL}"):
-            shutil.rmtree(leftover, ignore_errors=leftover != partial)
+        """Main rank only: make an empty folder for a tag to be written, and remove leftovers of killed saves.
+
+        A link in a leftover's place is removed, not followed.
+        """
+        folder = partial.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(f"*{PARTIAL}"):
+            if leftover.name.startswith(("step_", f".{LATEST}.")):
+                with suppress(OSError):
+                    is_folder = leftover.is_dir() and not leftover.is_symlink()
+                    shutil.rmtree(leftover) if is_folder else leftover.unlink()
         partial.mkdir()
 
     def publish(self, partial: Path) -> list[str]:
@@ -221,8 +229,7 @@ class CheckpointFolder:
         if self.copy is None:
             return []
         partial = self.copy / (tag + PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        self.make_room(partial)
         for path in (self.path / tag).iterdir():
             with open(path, "rb") as old, replacing(partial / path.name) as new:
                 while chunk := old.read(COPIED_AT_ONCE):

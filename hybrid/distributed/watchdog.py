@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid.errors import LOST_EXIT_CODE
+from hybrid.files import no_link
 
 from .world import World
 
@@ -230,7 +231,7 @@ class _Watchdog:
         )
         text = "\n".join(lines) + "\n" + _stacks()
         os.write(2, text.encode())  # not through sys.stderr, whose lock a hung thread may hold
-        with suppress(OSError), open(self._log, "a", encoding="utf-8") as file:
+        with suppress(OSError), open(self._log, "a", encoding="utf-8", opener=no_link) as file:
             file.write(text)
         time.sleep(3 * self.period)  # for the others to hear the verdict before the connections break
         os._exit(LOST_EXIT_CODE)

@@ -18,6 +18,7 @@ from typing import Any, cast
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf, errors
 
+from hybrid.files import write_text
 from hybrid.layers.errors import did_you_mean
 
 from .coerce import coerce, looks_typed, shown
@@ -224,4 +225,4 @@ def save(recipe: Recipe, path: str | Path) -> None:
     """Write the recipe as YAML, or as JSON where `path` ends in .json."""
     path = Path(path)
     text = json.dumps(_tree(recipe), indent=2) + "\n" if path.suffix == ".json" else to_yaml(recipe)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)

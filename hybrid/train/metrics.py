@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hybrid.errors import words
-from hybrid.files import replacing
+from hybrid.files import no_link, replacing
 from hybrid.recipe.schema import MonitorSection
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class Metrics:
         if not main:
             return
         truncated = _is_truncated(folder / "metrics.jsonl")
-        self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        path = folder / "metrics.jsonl"
+        self._metrics = open(path, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115 (closed by close)
         if truncated:
             self._metrics.write("\n")
         if section.tensorboard:

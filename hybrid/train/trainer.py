@@ -29,6 +29,7 @@ from hybrid.distributed.signals import Signals
 from hybrid.distributed.watchdog import compilation_takes_time, watching
 from hybrid.distributed.world import World, start
 from hybrid.errors import TrainError
+from hybrid.files import no_link
 from hybrid.model import HybridLM
 from hybrid.recipe.schema import Recipe
 
@@ -149,8 +150,8 @@ def build(recipe: Recipe, world: World, signals: Signals, log: Path, stack: cont
         model.loss_chunk, model.activation_checkpointing = train.loss_chunk, train.activation_checkpointing
         if tag is None and train.init_from:
             metrics.say(resume.load_initial(model, train.init_from, tokenizer.fingerprint))
-    with world.heartbeat.no_timeout("building the engine"), open(log, "a", encoding="utf-8") as file:
-        with contextlib.redirect_stdout(file):
+    with world.heartbeat.no_timeout("building the engine"):
+        with open(log, "a", encoding="utf-8", opener=no_link) as file, contextlib.redirect_stdout(file):
             engine = Engine(model, recipe, geometry, world)
         if tag is not None:
             with world.all_ranks_or_none():
@@ -247,7 +248,8 @@ def finish(run: Run, begin: float) -> Summary:
 def quiet(path: Path) -> Iterator[Path]:
     """Send DeepSpeed's and torch's log messages and all warnings to the file `path`, not the terminal."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
+    file = open(path, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115 (closed below)
+    handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     before = {}
     logging.captureWarnings(True)
@@ -262,4 +264,4 @@ def quiet(path: Path) -> Iterator[Path]:
         for name, (handlers, propagate) in before.items():
             logger = logging.getLogger(name)
             logger.handlers, logger.propagate = handlers, propagate
-        handler.close()
+        file.close()

@@ -14,8 +14,9 @@ from hybrid.checkpoint.run import load_run
 from hybrid.data.validation import ValidationSet
 from hybrid.distributed.context_parallel import ALONE
 from hybrid.distributed.world import World
+from hybrid.errors import UserError, words
 from hybrid.files import write_text
-from hybrid.generate import GenerateError, generate
+from hybrid.generate import generate
 from hybrid.recipe.schema import Recipe
 
 from . import tbptt
@@ -63,15 +64,15 @@ def write_samples(run: Path, recipe: Recipe, device: torch.device, say: Callable
     prompts, length = recipe.train.prompts, recipe.train.sample_tokens
     if not prompts or not length:
         return []
-    model, tokenizer, _ = load_run(run)
-    model.to(device).eval()
-    try:
+    texts: list[str] = []
+    try:  # the run is saved and its scores stand, whatever comes of samples
+        model, tokenizer, _ = load_run(run)
+        model.to(device).eval()
         found = generate(
             model, tokenizer, prompts, max_tokens=length, temperature=TEMPERATURE, seed=recipe.train.seed
         )
-    except GenerateError as error:  # the run is saved and its scores stand, whatever comes of samples
-        say(f"no samples: {error}")
-        return []
-    texts = [prompt + one.text for prompt, one in zip(prompts, found, strict=True)]
-    write_text(run / "samples.txt", "\n\n----\n\n".join(texts) + "\n")
+        texts = [prompt + one.text for prompt, one in zip(prompts, found, strict=True)]
+        write_text(run / "samples.txt", "\n\n----\n\n".join(texts) + "\n")
+    except (UserError, OSError) as error:
+        say(f"{'samples are not kept' if texts else 'no samples'}: {words(error)}")
     return texts

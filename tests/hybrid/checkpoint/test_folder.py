@@ -288,6 +288,23 @@ def test_a_leftover_that_cannot_be_deleted_is_no_failure(tmp_path: Path):
     assert (writer.saved_step, monitor.said) == (2, [])
 
 
+def test_links_laid_where_a_save_will_write_are_not_followed(tmp_path: Path):
+    """In a folder that others can write; leftovers of killed saves go, files of others stay."""
+    theirs, folder = tmp_path / "theirs", tmp_path / "checkpoints"
+    theirs.mkdir()
+    folder.mkdir()
+    (theirs / WEIGHTS).write_text("kept")
+    (folder / "step_00000002.partial").symlink_to(theirs)
+    (folder / "latest").symlink_to(theirs / WEIGHTS)
+    (folder / ".latest.0123abcd.partial").write_text("of a killed save")
+    (folder / "other.partial").write_text("kept")
+    writer, monitor = save(checkpoints(folder), 2)
+    assert (writer.saved_step, monitor.said) == (2, [])
+    assert {path.name for path in folder.iterdir()} == {"latest", "step_00000002", "other.partial"}
+    assert (theirs / WEIGHTS).read_text() == "kept"
+    assert (folder / "latest").read_text() == "step_00000002\n"
+
+
 def test_files_beyond_a_size_are_cut_at_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As other programs cut them: numbered, with an index of the weights."""
     monkeypatch.setattr(tensor_files, "FILE_BYTES", 32)

@@ -1,7 +1,9 @@
 """`hybrid generate` on a model's folder, from the command line to the text."""
 
 import dataclasses
+import errno
 import json
+import os
 import shutil
 
 import pytest
@@ -223,3 +225,18 @@ def test_files_that_do_not_belong_together_are_refused(folder, tmp_path, capsys,
     assert main(["generate", str(root), "--prompt", "a"]) == 2
     found = capsys.readouterr()
     assert (found.out, message in found.err) == ("", True), found.err
+
+
+def test_a_state_that_a_full_disk_does_not_take_leaves_the_old_one(folder, tmp_path, capsys, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    kept = tmp_path / "state"
+    arguments = ["generate", str(folder), "--max-tokens", "0", "--save-state", str(kept)]
+    assert main([*arguments, "--prompt", "line"]) == 0
+    before = kept.read_bytes()
+    capsys.readouterr()
+    monkeypatch.setattr("hybrid.files.os.fsync", full)
+    assert main([*arguments, "--prompt", "other"]) == 2
+    assert capsys.readouterr().err == f"hybrid: error: {kept}: No space left on device\n"
+    assert [kept.read_bytes(), *tmp_path.iterdir()] == [before, kept]

@@ -33,6 +33,14 @@ def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
+def test_metrics_are_not_written_through_a_link(tmp_path: Path):
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "metrics.jsonl").symlink_to("mine")
+    with pytest.raises(OSError, match=r"is a link, through which nothing is written: remove it.*metrics"):
+        Metrics(tmp_path, MonitorSection(tensorboard=False), True, 0)
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
 def test_one_value_a_step_after_going_back(tmp_path: Path):
     first = Metrics(tmp_path, MonitorSection(), True, 0)
     for step in range(1, 16):
