@@ -109,20 +109,16 @@ def file_fault(path: Path, size: int, digest: str, *, contents: bool = True) -> 
     return None
 
 
-def unlisted(tag: Path, sums: Manifest) -> str | None:
-    """Find tensors in a tag that its manifest does not know, which would be read with the others."""
-    surplus = sorted(path.name for path in tag.glob(f"*{SUFFIX}") if path.name not in sums)
-    return f"{surplus[0]} is not in {MANIFEST}" if surplus else None
-
-
-def record_fault(tag: Path) -> str | None:
-    """Say what is wrong with the record in a tag whose files are as they were written; None for nothing."""
+def record_fault(tag: Path, sums: Manifest) -> str | None:
+    """Say why a tag whose files are as they were written is none: tensors that its manifest does not list,
+    which would be read with the others, or no record of its step."""
+    if surplus := sorted(path.name for path in tag.glob(f"*{SUFFIX}") if path.name not in sums):
+        return f"{surplus[0]} is not in {MANIFEST}"
     try:
         step = read_trainer(tag)[0].step
     except TrainError as error:
         return str(error)
-    named = TAG.fullmatch(tag.name)
-    return f"{TRAINER} is of step {step}" if named and int(named[1]) != step else None
+    return f"{TRAINER} is of step {step}" if TAG.fullmatch(tag.name) and tag.name != tag_name(step) else None
 
 
 def read_trainer(tag: Path) -> tuple[Progress, Origin]:
@@ -131,10 +127,9 @@ def read_trainer(tag: Path) -> tuple[Progress, Origin]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         progress, origin = Progress(**found["progress"]), Origin(**found["origin"])
-        if not isinstance(progress.step, int) or not isinstance(origin.recipe, dict):
-            raise ValueError("step is no number, or recipe no table")
-        if not isinstance(origin.tokenizer, str):
-            raise ValueError("tokenizer is no text")
+        for value, kind in ((progress.step, int), (origin.recipe, dict), (origin.tokenizer, str)):
+            if not isinstance(value, kind):
+                raise ValueError(f"{value!r} is no {kind.__name__}")
         return progress, origin
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise TrainError(f"{path} is damaged, or of another version of this program ({error})") from None
@@ -281,5 +276,5 @@ class CheckpointFolder:
             for index, name in enumerate(sorted(sums)):
                 mine = index % self._world.size == self._world.rank
                 fault = fault or file_fault(self.path / tag / name, *sums[name], contents=mine)
-            fault = fault or unlisted(self.path / tag, sums) or record_fault(self.path / tag)
+            fault = fault or record_fault(self.path / tag, sums)
         return next((found for found in self._world.gather(fault) if found), None)

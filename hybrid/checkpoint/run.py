@@ -43,7 +43,6 @@ from .folder import (
     read_trainer,
     record_fault,
     tags_in,
-    unlisted,
 )
 from .tensor_files import SUFFIX, Reader, weight_files
 
@@ -137,12 +136,9 @@ def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]
             f"{weights} was trained with another tokenizer (fingerprint {origin.tokenizer[:12]}) than "
             f"{run / TOKENIZER} (fingerprint {tokenizer.fingerprint[:12]})"
         )
-    found = load_weights(weights)
-    if other := next((name for name in found if found[name].dtype != torch.float32), None):
-        raise TrainError(f"{weights}: {other} is {found[other].dtype}; checkpoints are fp32")
     model = HybridLM.from_recipe(recipe)
     try:
-        model.load_state_dict(found)
+        model.load_state_dict(load_weights(weights))
     except RuntimeError as error:
         raise TrainError(f"{weights} does not fit the recipe in its {TRAINER}: {error}") from error
     return model, tokenizer, recipe
@@ -153,16 +149,16 @@ def _say_differences(path: Path, used: Recipe) -> None:
     try:
         beside = vars(recipes.load(path, saved=True).model)
     except RecipeError as error:
-        problems = "; ".join(error.problems)
-        differing = f"cannot be read ({problems})"
+        differing = [f"it cannot be read ({'; '.join(error.problems)})"]
     else:
-        pairs = [(key, beside[key], value) for key, value in vars(used.model).items()]
-        differing = "differs from the checkpoint's recipe: " + "; ".join(
-            f"model.{key} is {there!r} there, used is {here!r}" for key, there, here in pairs if there != here
+        pairs = [(key, beside[key], value) for key, value in vars(used.model).items() if beside[key] != value]
+        differing = [f"model.{key} is {there!r} there, used is {value!r}" for key, there, value in pairs]
+    if differing:
+        print(
+            f"{path} is not the checkpoint's own recipe, which is used: {'; '.join(differing)}",
+            file=sys.stderr,
+            flush=True,
         )
-        if beside == vars(used.model):
-            return
-    print(f"{path} {differing}: the checkpoint's own recipe is used", file=sys.stderr, flush=True)
 
 
 def newest_weights(path: str | os.PathLike[str]) -> Path:
@@ -197,15 +193,15 @@ def _weights_fault(tag: Path) -> str | None:
         return f"{MANIFEST} does not list any weights"
     needed = [TRAINER, *weights]  # the record says with which recipe and tokenizer they were trained
     fault = next(filter(None, (file_fault(tag / name, *sums[name]) for name in needed)), None)
-    return fault or unlisted(tag, sums) or record_fault(tag)
+    return fault or record_fault(tag, sums)
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Load the weights in a folder that `newest_weights` found; TrainError when they are damaged."""
     reader = Reader(folder)
     found = {name: reader.weight(name) for name in reader.weights}
-    if other := next((name for name in found if not found[name].is_floating_point()), None):
-        raise TrainError(f"{folder}: {other} is {found[other].dtype}; weights are floating-point numbers")
+    if whole := [f"{name} is {found[name].dtype}" for name in found if not found[name].is_floating_point()]:
+        raise TrainError(f"{folder}: weights are floating-point numbers, but {whole[0]}")
     return found
 
 

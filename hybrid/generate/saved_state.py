@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -67,17 +67,12 @@ class SavedState:
             )
         state = HybridState.of_parts(texts, tensors, path)
         try:
-            found = cls(
-                state,
-                tensors[f"{KEY}.logits"],
-                tensors[f"{KEY}.seen"],
-                **json.loads(texts[KEY]),
-                source=str(path),
-            )
+            own = tensors[f"{KEY}.logits"], tensors[f"{KEY}.seen"]
+            found = cls(state, *own, **json.loads(texts[KEY]), source=str(path))
         except (KeyError, RecursionError, TypeError, ValueError) as error:
             raise StateError(f"{path}: the state is damaged ({type(error).__name__}: {error})") from error
-        known = {f"{KEY}.logits", f"{KEY}.seen", *state.tensors()}
-        found._refuse(found._fault() or next((f"{x} is of no field" for x in tensors.keys() - known), ""))
+        surplus = tensors.keys() - state.tensors().keys() - {f"{KEY}.logits", f"{KEY}.seen"}
+        found._refuse(found._fault() or (f"{min(surplus)} is of no field" if surplus else ""))
         return found
 
     def refuse_other(self, model: HybridLM, tokenizer: Tokenizer) -> None:
@@ -134,9 +129,7 @@ def _misshapen(model: HybridLM, state: HybridState) -> str:
         assert layer.mixer is not None
         size = mixer.state_bytes(state.position, model.head.weight.element_size())
         if layer.mixer.nbytes != size:
-            return (
-                f"layers.{index}.mixer has {layer.mixer.nbytes} bytes, {size} after {state.position} tokens"
-            )
+            return f"layers.{index} has {layer.mixer.nbytes} bytes, not {size} at {state.position}"
     try:
         model(first, state.fork(), last_only=True)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -145,35 +138,27 @@ def _misshapen(model: HybridLM, state: HybridState) -> str:
 
 
 def _field_fault(state: MixerState, like: MixerState, name: str, position: int) -> str:
+    """Find the first field of a state that another one has otherwise; empty for none."""
     if type(state) is not type(like):
         return f"{name} is a {type(state).__name__} instead of a {type(like).__name__}"
-    sizes = {size for tensor in state.tensors().values() for size in tensor.shape}
-    for field in [field for field in fields(state) if not field.name.startswith("_")]:
-        value, wanted, place = getattr(state, field.name), getattr(like, field.name), f"{name}.{field.name}"
-        fault = ""
+    most = max([position, *(size for tensor in state.tensors().values() for size in tensor.shape)])
+    for key in [field.name for field in fields(state) if not field.name.startswith("_")]:
+        value, wanted = getattr(state, key), getattr(like, key)
         if isinstance(wanted, MixerState):
-            fault = _field_fault(value, wanted, place, position)
+            if fault := _field_fault(value, wanted, f"{name}.{key}", position):
+                return fault
         elif isinstance(value, Tensor):
-            fault = _tensor_fault(value, wanted, place)
-        elif value is None and wanted is None:
-            continue
-        elif type(value) is not type(wanted):
-            fault = f"{place} is missing or a {type(value).__name__}"
-        elif value not in ({position} if field.name == "position" else sizes):
-            fault = f"{place} is {value!r}"
-        if fault:
-            return fault
+            fits = value.ndim > 0 and len(value) == 1 and bool(value.isfinite().all())
+            if isinstance(wanted, Tensor):  # else there is none yet after one token
+                grown = [a != b for a, b in zip(value.shape, wanted.shape, strict=False)]
+                fits = fits and value.ndim == wanted.ndim and sum(grown) <= 1 and value.dtype == wanted.dtype
+            if not fits:
+                return f"{name}.{key} is {value.dtype} {list(value.shape)}, or not finite"
+        elif type(value) is not type(wanted) or (key == "position" and value != position):
+            return f"{name}.{key} is {value!r}"
+        elif isinstance(value, int) and not 0 <= value <= most:
+            return f"{name}.{key} is {value}; allowed: 0 to {most}"
     return ""
-
-
-def _tensor_fault(value: Tensor, wanted: Any, place: str) -> str:
-    fits = value.ndim > 0 and len(value) == 1
-    if isinstance(wanted, Tensor):  # else it comes only later
-        grown = [a != b for a, b in zip(value.shape, wanted.shape, strict=False)]
-        fits = fits and value.ndim == wanted.ndim and sum(grown) <= 1 and value.dtype == wanted.dtype
-    if not fits:
-        return f"{place} is {value.dtype} {list(value.shape)}"
-    return "" if value.isfinite().all() else f"{place} is not finite"
 
 
 def fingerprint(model: nn.Module) -> str:

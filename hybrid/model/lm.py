@@ -314,14 +314,11 @@ def _drop_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
     state_dict.pop(f"{prefix}head.weight", None)
 
 
-def _restore_tied(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
-) -> None:  # rest: local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    embedding, own = state_dict.get(f"{prefix}embedding.weight"), state_dict.get(f"{prefix}head.weight")
+def _restore_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Load a tied weight from the embedding's; another one that is stored goes to `rest[-1]`, the errors."""
+    embedding = state_dict.get(f"{prefix}embedding.weight")
     if embedding is None:
         return
-    if own is not None and not torch.equal(own, embedding):
-        rest[-1].append(
-            "head.weight differs from embedding.weight, but model.tie_embeddings makes them one tensor"
-        )
+    if not torch.equal(state_dict.get(f"{prefix}head.weight", embedding), embedding):
+        rest[-1].append("head.weight differs from embedding.weight, but model.tie_embeddings makes them one")
     state_dict[f"{prefix}head.weight"] = embedding

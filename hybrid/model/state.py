@@ -201,14 +201,13 @@ def _class_name(cls: type[MixerState]) -> str:
 def _build(described: dict[str, Any], name: str, tensors: dict[str, Tensor], path: Any) -> Any:
     """Build what `_describe` wrote. Only classes of installed layers are ever built."""
     known = _state_classes()
-    if described.keys() != {"class", "fields"}:
-        raise ValueError(f"{name} has other keys than class and fields")
     if described["class"] not in known:
         raise StateError(f"{path}: {name} is a '{described['class']}', of which no layer is installed")
     fields: dict[str, Any] = {}
+    public = {f.name for f in dataclasses.fields(known[described["class"]]) if not f.name.startswith("_")}
+    if described.keys() != {"class", "fields"} or described["fields"].keys() != public:
+        raise ValueError(f"{name} has other fields than {', '.join(sorted(public))}")
     for key, value in described["fields"].items():
-        if key.startswith("_"):
-            raise StateError(f"{path}: the state is damaged ({name}.{key} is no field of a file)")
         if isinstance(value, dict):
             inner = f"{name}.{key}"
             value = tensors[inner] if value == {"tensor": True} else _build(value, inner, tensors, path)
