@@ -61,6 +61,16 @@ def test_several_samples_go_on_from_one_saved_text():
     assert [r.ids for r in found] == [r.ids for r in expected]
 
 
+@pytest.mark.parametrize("letter", "KFWBRGDMQ")
+def test_texts_that_were_written_side_by_side_are_gone_on_with_one_by_one(letter):
+    model, found, prompts = small(letter), [], ["a", "bcdefg", "once upon a time, long ago"]
+    heads = generate(model, Ids(), prompts, max_tokens=40, on_state=found.append, batch=2)
+    order = sorted(found, key=lambda saved: saved.state.position)
+    for prompt, head, saved in zip(prompts, heads, order, strict=True):
+        whole, _ = write(model, prompt, 45)
+        assert head.ids + write(model, "", 5, saved)[0].ids == whole.ids
+
+
 def test_after_an_end_of_text_the_saved_text_ends_again():
     model = small("RW")
     with torch.no_grad():

@@ -14,6 +14,8 @@ from hybrid.recipe.schema import MonitorSection
 from hybrid.text import clock
 from hybrid.train.metrics import Metrics, read_metrics
 from hybrid.train.throughput import memory_bytes, peak_flops
+from hybrid.train.trainer import quiet
+from hybrid.train.validation import write_samples
 
 from . import tiny
 
@@ -39,6 +41,20 @@ def test_metrics_are_not_written_through_a_link(tmp_path: Path):
     with pytest.raises(OSError, match=r"is a link, through which nothing is written: remove it.*metrics"):
         Metrics(tmp_path, MonitorSection(tensorboard=False), True, 0)
     assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_log_is_not_written_through_a_link(tmp_path: Path):
+    (tmp_path / "rank_0.log").symlink_to("mine")
+    with pytest.raises(OSError, match="is a link"), quiet(tmp_path / "rank_0.log"):
+        pass
+    assert not (tmp_path / "mine").exists()
+
+
+def test_samples_that_cannot_be_made_end_no_run(tiny_recipe: Path, tmp_path: Path):
+    said: list[str] = []
+    recipe = tiny.load(tiny_recipe, tmp_path, train__prompts="[alpha]", train__sample_tokens=5)
+    assert write_samples(tmp_path, recipe, torch.device("cpu"), said.append) == []
+    assert said == [f"no samples: {tmp_path} holds no whole weights: " + said[0].partition("weights: ")[2]]
 
 
 def test_one_value_a_step_after_going_back(tmp_path: Path):
