@@ -78,29 +78,20 @@ class AppendedFile:
         """Take bytes, for the next flush."""
         self._waiting += data
 
-    def flush(self) -> None:
-        """Hand all bytes taken to the system. Raises OSError; those that it did not take are kept."""
-        with self._named():
+    def flush(self, *, sync: bool = False) -> None:
+        """Hand all bytes taken to the system, with `sync` to the disk too. Raises OSError."""
+        try:
             while self._waiting:
                 del self._waiting[: self._file.write(self._waiting)]
-
-    def sync(self) -> None:
-        """Bring all bytes taken to disk. Raises OSError."""
-        self.flush()
-        with self._named():
-            os.fsync(self._file.fileno())
+            if sync:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
     def close(self) -> None:
         """Close the file, without what was not flushed."""
         self._file.close()
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            error.filename = str(self._path)
-            raise
 
 
 def write_text(path: Path, text: str) -> None:

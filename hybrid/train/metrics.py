@@ -37,55 +37,50 @@ class Metrics:
         """`step` is the last finished step: what the files hold beyond it was of an abandoned attempt."""
         self.run = uuid.uuid4().hex[:8]
         self._disk_failed = False
-        self._metrics: AppendedFile | None = None
         self._events: EventFile | None = None
+        self._files: list[AppendedFile] = []
         if not main:
             return
-        truncated = _is_truncated(folder / "metrics.jsonl")
-        self._metrics = AppendedFile(folder / "metrics.jsonl")
-        if truncated:
-            self._metrics.write(b"\n")
+        path = folder / "metrics.jsonl"
+        self._files.append(AppendedFile(path))
+        if path.read_bytes()[-1:] not in (b"", b"\n"):  # the last line was left unfinished, by a crash
+            self._files[0].write(b"\n")
         if section.tensorboard:
             drop_events(folder / "tensorboard", step)
             self._events = EventFile(folder / "tensorboard")
+            self._files.append(self._events.file)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Record values of `step`; names are `group/name`. Not finite ones are strings in the JSON."""
-        if self._metrics is None:
+        if not self._files:
             return
         strict = {
             name: value if math.isfinite(value) else json.dumps(value) for name, value in values.items()
         }
         line = {"step": step, "run": self.run, "time": round(time.time(), 3), **strict}
-        self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._files[0].write(json.dumps(line, allow_nan=False).encode() + b"\n")
         if self._events is not None:
             self._events.write(step, values)
-        for file in self._files():
-            with self._surviving():
-                file.flush()
+        self.flush(sync=False)
 
     def say(self, text: str) -> None:
         """Print a line on the terminal."""
-        if self._metrics is not None:
+        if self._files:
             with self._surviving():
                 print(text, flush=True)
 
-    def flush(self) -> None:
+    def flush(self, *, sync: bool = True) -> None:
         """Bring everything written so far to disk, so that a checkpoint never is ahead of its curves."""
-        for file in self._files():
+        for file in self._files:
             with self._surviving():
-                file.sync()
+                file.flush(sync=sync)
 
     def close(self) -> None:
         """Flush and close the files."""
         self.flush()
-        for file in self._files():
+        for file in self._files:
             with self._surviving():
                 file.close()
-
-    def _files(self) -> list[AppendedFile]:
-        events = [] if self._events is None else [self._events.file]
-        return events if self._metrics is None else [self._metrics, *events]
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
@@ -122,15 +117,6 @@ class EventFile:
 
     def _add(self, **content: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
-
-
-def _is_truncated(path: Path) -> bool:
-    """Tell whether a file's last line was left unfinished, by a crash."""
-    if not path.is_file() or path.stat().st_size == 0:
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
 
 
 def drop_events(folder: Path, step: int) -> None:
