@@ -54,9 +54,7 @@ class Metrics:
         """Record values of `step`; names are `group/name`. Not finite ones are strings in the JSON."""
         if not self._files:
             return
-        strict = {
-            name: value if math.isfinite(value) else json.dumps(value) for name, value in values.items()
-        }
+        strict = {name: x if math.isfinite(x) else json.dumps(x) for name, x in values.items()}
         line = {"step": step, "run": self.run, "time": round(time.time(), 3), **strict}
         self._files[0].write(json.dumps(line, allow_nan=False).encode() + b"\n")
         if self._events is not None:
