@@ -77,6 +77,33 @@ def lock(path: Path, *, wait: bool) -> Iterator[OSError | None]:
         os.close(handle)
 
 
+class AppendedFile:
+    """A file that only grows. What a full disk does not take is kept, and written before what comes next."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0, opener=no_link)  # noqa: SIM115 (closed by close)
+        self._path, self._waiting = path, bytearray()
+
+    def write(self, data: bytes) -> None:
+        """Take bytes, for the next flush."""
+        self._waiting += data
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Hand all bytes taken to the system, with `sync` to the disk too. Raises OSError."""
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+            if sync:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
+
+    def close(self) -> None:
+        """Close the file, without what was not flushed."""
+        self._file.close()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text to a file that appears whole or not at all. Raises OSError."""
     with replacing(path) as file:

@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
+from .errors import SlowPathWarning
+
 _plain: ContextVar[bool] = ContextVar("plain", default=False)
 
 
@@ -44,5 +46,5 @@ def load_kernels(package: str, module: str, *functions: str) -> tuple[Callable[.
     except Exception as error:  # Triton, missing drivers and half-installed packages fail in many ways
         problem = error
     name = f"{module}:{', '.join(functions)}"
-    warnings.warn(f"{name} cannot be loaded ({problem}); another kernel computes instead", stacklevel=2)
+    warnings.warn(f"{name} cannot be loaded ({problem}); another kernel computes instead", SlowPathWarning, 2)
     return None

@@ -159,7 +159,7 @@ def _log(run: Run, result: StepResult, rate: float) -> None:
         values |= {
             "train/loss": result.loss,
             "train/loss_largest": result.loss_largest,
-            "train/gradient_norm": result.update.norm,
+            "train/gradient_norm_before_clipping": result.update.norm,
             "train/clip_factor": result.update.clip_factor,
             "train/z": result.z,
         }

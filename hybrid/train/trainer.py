@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import io
 import logging
 import math
+import os
+import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +35,7 @@ from hybrid.distributed.watchdog import compilation_takes_time, watching
 from hybrid.distributed.world import World, start
 from hybrid.errors import TrainError
 from hybrid.files import no_link
+from hybrid.layers.errors import SlowPathWarning
 from hybrid.model import HybridLM
 from hybrid.recipe.schema import Recipe
 
@@ -92,8 +98,8 @@ def train(recipe: Recipe) -> Summary:
     with lost_peers_in_words(), contextlib.ExitStack() as stack:
         world.rank0_only(lambda: stack.enter_context(opened(output)))
         stack.enter_context(keepalive(world))
-        log = stack.enter_context(quiet(output / "logs" / f"rank_{world.rank}.log"))
-        stack.enter_context(watching(world, recipe.train.hang_timeout, log))
+        log = stack.enter_context(quiet(output / "logs" / f"rank_{world.rank}.log", world.main))
+        stack.enter_context(watching(world, recipe.train.hang_timeout, log.path))
         if recipe.train.compile:
             stack.enter_context(compilation_takes_time(world))
         signals = stack.enter_context(Signals())
@@ -125,7 +131,7 @@ def _prepare_data(recipe: Recipe, world: World) -> None:
             raise TrainError(f"sees no prepared data in {recipe.data.folder}: all processes need that folder")
 
 
-def build(recipe: Recipe, world: World, signals: Signals, log: Path, stack: contextlib.ExitStack) -> Run:
+def build(recipe: Recipe, world: World, signals: Signals, log: LogFile, stack: contextlib.ExitStack) -> Run:
     """Put a run together, as it stands at the checkpoint to go on from; `stack` takes it down.
 
     `recipe` is checked, and its model.vocab_size is filled in here. `log` takes what DeepSpeed prints.
@@ -138,9 +144,10 @@ def build(recipe: Recipe, world: World, signals: Signals, log: Path, stack: cont
     copy_to = Path(train.checkpoint_copy) if train.checkpoint_copy else None
     checkpoints = CheckpointFolder(output / CHECKPOINTS, train.keep_last, world, copy_to)
     tag, progress, changes = _find_checkpoint(checkpoints, recipe, tokenizer, world)
-    if world.main:
-        describe(output, recipe, tokenizer, world)
-    metrics = Metrics(output, recipe.monitor, world.main, progress.step)
+    with world.all_ranks_or_none():
+        if world.main:
+            describe(output, recipe, tokenizer, world)
+        metrics = Metrics(output, recipe.monitor, world.main, progress.step)
     stack.callback(metrics.close)
     for text in changes:
         metrics.say(f"changed since the checkpoint: {text}")
@@ -151,8 +158,11 @@ def build(recipe: Recipe, world: World, signals: Signals, log: Path, stack: cont
         if tag is None and train.init_from:
             metrics.say(resume.load_initial(model, train.init_from, tokenizer.fingerprint))
     with world.heartbeat.no_timeout("building the engine"):
-        with open(log, "a", encoding="utf-8", opener=no_link) as file, contextlib.redirect_stdout(file):
-            engine = Engine(model, recipe, geometry, world)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            try:
+                engine = Engine(model, recipe, geometry, world)
+            finally:
+                log.write(said.getvalue())
         if tag is not None:
             with world.all_ranks_or_none():
                 engine.load(tag)
@@ -244,24 +254,51 @@ def finish(run: Run, begin: float) -> Summary:
     )
 
 
+class LogFile(logging.Handler):
+    """A file of messages; what a full disk does not take is lost, as messages must not end a run."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        if path.is_symlink():
+            no_link(str(path), os.O_WRONLY)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.write(self.format(record) + "\n")
+
+    def write(self, text: str) -> None:
+        """Add text at the end."""
+        with contextlib.suppress(OSError), open(self.path, "a", encoding="utf-8", opener=no_link) as f:
+            f.write(text)
+
+
 @contextlib.contextmanager
-def quiet(path: Path) -> Iterator[Path]:
-    """Send DeepSpeed's and torch's log messages and all warnings to the file `path`, not the terminal."""
+def quiet(path: Path, main: bool) -> Iterator[LogFile]:
+    """Send DeepSpeed's and torch's log messages and all warnings to the file `path`, not the terminal.
+
+    Layers' warnings of slow paths go to standard error too, those of the main rank.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115 (closed below)
-    handler = logging.StreamHandler(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    before = {}
+    log, before = LogFile(path), {}
     logging.captureWarnings(True)
+    captured = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        if main and issubclass(category, SlowPathWarning):
+            with contextlib.suppress(OSError):
+                print(f"note: {message}", file=sys.stderr, flush=True)
+        captured(message, category, *place)
+
+    warnings.showwarning = show  # type: ignore[assignment]
     for name in QUIET:
         logger = logging.getLogger(name)
         before[name] = (logger.handlers[:], logger.propagate)
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers, logger.propagate = [log], False
     try:
-        yield path
+        yield log
     finally:
         logging.captureWarnings(False)
         for name, (handlers, propagate) in before.items():
             logger = logging.getLogger(name)
             logger.handlers, logger.propagate = handlers, propagate
-        file.close()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..backends import plain_forced
-from ..errors import LayerError
+from ..errors import LayerError, SlowPathWarning
 from . import flash
 
 
@@ -79,6 +79,7 @@ def _plain_head(head_size: int, allowed: str) -> str:
     warnings.warn(
         f"heads of {head_size} features do not fit the fast attention kernels ({allowed} do): plain matrix "
         "products compute them, exactly but slowly",
+        SlowPathWarning,
         stacklevel=4,
     )
     return "plain"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid.layers import Context, backends
+from hybrid.layers.errors import SlowPathWarning
 from hybrid.layers.linear import fla
 from hybrid.layers.softmax import force_plain
 
@@ -133,7 +134,7 @@ def test_wide_keys_are_not_for_the_kernels(calls):
 
 
 def test_a_broken_installation_is_told_and_torch_computes(calls):
-    with pytest.warns(UserWarning, match="fla.ops.kda:no_such cannot be loaded"):
+    with pytest.warns(SlowPathWarning, match="fla.ops.kda:no_such cannot be loaded"):
         assert fla.fla_kernel("fla.ops.kda:no_such", torch.zeros(1, 1), 64, torch.bfloat16) is None
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hybrid.layers import LayerError
 from hybrid.layers.backends import load_kernels
+from hybrid.layers.errors import SlowPathWarning
 from hybrid.layers.softmax import Mask, attention, flash, force_kernel, force_plain, kernels
 
 SCALE = 0.3
@@ -121,7 +122,7 @@ def test_without_the_packages_torchs_own_kernels_run(monkeypatch):
 def test_heads_that_no_fast_kernel_takes_are_told_once():
     kernels._plain_head.cache_clear()
     q, k, v = block(size=264)
-    with pytest.warns(UserWarning, match="heads of 264 features"):
+    with pytest.warns(SlowPathWarning, match="heads of 264 features"):
         y, _ = attention(q, k, v, causal=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
