@@ -28,13 +28,15 @@ from ..softmax import attention
 from ..softmax.attention import same_dtype
 from ..softmax.grid import ChunkGrid
 from ..softmax.kernels import choose
+from .attend import Inputs, Plan, scaled
 from .chunks import Group, groups, within_chunk
 from .contributions import Norm, Sums, Tokens
+from .parallel import choose_walk
 from .routing import Choice, Replay, Routes, as_routes, first_slots, in_time, joined_routes
 from .slots import Slots
-from .spec import Budget, KVMSpec, updates
+from .spec import Budget, KVMSpec, Update, updates
 from .state import KVMState
-from .walk import Inputs, Plan, Walk, Walked, scaled, walk
+from .walk import Walk, Walked, walk
 
 __all__ = ["Budget", "KVMSpec", "KVMState", "Routes", "advance_state", "kvm_attention"]
 
@@ -187,6 +189,11 @@ class _Call:
     margins: bool = False
     statistics: dict[str, Tensor] | None = None
 
+    def groups(self, grid: ChunkGrid, steps: list[Update], k: Tensor) -> list[Group]:
+        """Plan the walk over a grid, on keys like `k` `[B, T, G, D]`."""
+        at_once = None if choose_walk(k, self.margins) == "chunks" else (k.shape[2], k.shape[3])
+        return groups(self.spec, grid.spans, tuple(steps), k.device, at_once)
+
     def note(self, lengths: Sequence[int], found: Walked | None, grid: ChunkGrid | None) -> None:
         """Leave statistics of sequences of these lengths; `found`: None where nobody reads slots."""
         if self.statistics is None:
@@ -210,7 +217,8 @@ def _walked(
     `starts`: where in given routes each sequence's tokens start. Returns the sums and slots after it, too.
     """
     replay = None if call.replay is None else Replay(call.replay, starts)
-    whole = Plan(call.spec, 1 / math.sqrt(q.shape[-1]), choose(q), plan, replay, call.margins)
+    walks = choose_walk(tokens.k, call.margins)
+    whole = Plan(call.spec, 1 / math.sqrt(q.shape[-1]), choose(q), walks, plan, replay, call.margins)
     inputs = Inputs(q, *tokens, call.front, call.back, *call.norm)
     slots = before.slots_for(plan[-1].slots, call.norm, call.spec, tokens.k.dtype)
     if not torch.is_grad_enabled():
@@ -237,7 +245,7 @@ def _sequences(
         if first == 0:  # the window still holds the first chunk: the initial state is made again from there
             before = KVMState.empty(new.k, spec.gated)
         steps = updates(spec, [grid.spans[0].end - 1 - spec.window_chunks] * batch, first, before.slots)
-        plan, rows = groups(spec, grid, steps, new.k.device), tokens.map(grid.keys)
+        plan, rows = call.groups(grid, steps, new.k), tokens.map(grid.keys)
         q = None if q is None else grid.queries(q)
     if q is None:
         plan = [group.without_queries() for group in plan]
@@ -272,7 +280,7 @@ def _packed(call: _Call, q: Tensor, tokens: Tokens, lengths: Sequence[int]) -> t
         grid = ChunkGrid.packed([sum(lengths[:i]) for i in long], own_lengths, spec.chunk, q.device)
         steps = updates(spec, [span.end - 1 - spec.window_chunks for span in grid.spans])
         empty = KVMState.empty(tokens.k.expand(len(long), -1, -1, -1), spec.gated)
-        plan, starts = groups(spec, grid, steps, q.device), [(0, sum(covered[:i])) for i in long]
+        plan, starts = call.groups(grid, steps, tokens.k), [(0, sum(covered[:i])) for i in long]
         found, _, _ = _walked(call, plan, grid.queries(q), tokens.map(grid.keys), empty, starts)
         y = dict(zip(long, grid.tokens_of(found.y).split(own_lengths, 1), strict=True))
         made = {i: as_routes(in_time(found.choice, steps, [place]), 0) for place, i in enumerate(long)}

@@ -54,6 +54,11 @@ class Slots:
         """Index of the slots in use, in tensors `[N, G, room, ...]`."""
         return slice(0, self.sequences), ALL, slice(0, self.count)
 
+    def replace(self, sums: Sums) -> None:
+        """Take other sums `[n, G, S, ...]`, as they are after several updates."""
+        self.sums, self.form, self.stale = sums, None, ALL
+        self.sequences, _, self.count, _ = sums.keys.shape
+
     def used(self) -> Sums:
         """Return the sums `[n, G, S, ...]`; views."""
         return Sums(*(x[self.box] for x in self.sums))
