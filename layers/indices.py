@@ -34,9 +34,9 @@ def kept(make: Made) -> Made:
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to `device`; from the host to a GPU without waiting for that."""
-    if device.type == "cuda" and x.device.type == "cpu":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
+    if device.type == "cuda" and x.device.type == "cpu" and torch.accelerator.is_available():
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 @kept

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import LayerError
@@ -105,7 +106,7 @@ def route_group(
     Returns:
         Slots (int64) and whether the token was appended (bool), each `[R, G, C]`.
     """
-    router = _Router(keys, gate if spec.gate_keys else None, before, steps, spec)
+    router = _Router(keys, gate if spec.gate_keys else None, before, steps, spec, norm)
     found, row, last = [], 0, steps.updates[-1]
     form = norm(router.sums) if before.shape[2] else router.sums
     for update in steps.updates:
@@ -115,14 +116,19 @@ def route_group(
         if update is not last:
             form = norm(router.sums)
     slot = torch.cat(found).view(keys.shape[:3]) - steps.place[..., None]
-    return slot, router.founds[:, 1:].bool().view(keys.shape[:3])
+    return slot, router.founds[:, 2:].bool().view(keys.shape[:3])
 
 
 class _Router:
-    """Sums of keys that grow update by update, and the buffers of decisions."""
+    """Sums of keys that grow update by update, and the buffers that decisions are made in.
+
+    Columns of scores and of names: S slots; one that only zero gates choose, named like the first slot that
+    merges; one that nobody chooses, where the running number of appended tokens begins; C tokens, as slots
+    that they would found.
+    """
 
     def __init__(
-        self, keys: Tensor, gate: Tensor | None, before: Tensor, steps: Steps, spec: KVMSpec
+        self, keys: Tensor, gate: Tensor | None, before: Tensor, steps: Steps, spec: KVMSpec, norm: Norm
     ) -> None:
         rows, heads, chunk, size = keys.shape
         self.spec, self.slots = spec, steps.slots
@@ -132,22 +138,26 @@ class _Router:
         self.merged = self.keys if gate is None else self.keys * gate.flatten(0, 1)[..., None]
         self.founders = self.merged if spec.gate_appends else self.keys
         self.zero = None if gate is None else gate.flatten(0, 1) == 0
-        # Column 0 makes the running number of an appended token that of its slot.
-        self.founds = torch.zeros(rows * heads, chunk + 1, dtype=torch.int64, device=keys.device)
+        self.founds = torch.zeros(rows * heads, chunk + 2, dtype=torch.int64, device=keys.device)
         first = torch.arange(steps.sequences * heads, device=keys.device)[:, None] * steps.slots
-        # Places of slots, then (behind one column for the running number to begin in) of what tokens found.
-        self.names = first + torch.arange(steps.slots + 1 + chunk, device=keys.device)
-        self.fresh: Tensor | None = None
+        self.names = first + torch.arange(steps.slots, device=keys.device)
         if any(0 < update.after - update.before < chunk and update.number for update in steps.updates):
-            torch.sub(steps.place + steps.before, 1, out=self.founds[:, 0].view(rows, heads))
-            self.scores = keys.new_full((len(self.names), chunk, self.names.shape[1]), -torch.inf)
+            self.names = F.pad(self.names, (0, chunk + 2))
+            self.names[:, steps.slots] = self.names[:, spec.sinks]
+            self.founds[:, 0] = 1
+            torch.sub(steps.place + steps.before, 1, out=self.founds[:, 1].view(rows, heads))
+            self.scores = keys.new_full((len(self.names), chunk, steps.slots + chunk + 2), -torch.inf)
+            self.fresh = F.pad(self.keys @ norm(self.founders).mT, (2, 0), value=-torch.inf)
+            self.fresh.diagonal(2, 1, 2).fill_(torch.inf)  # an appended token's own slot is its best
+            if self.zero is not None:
+                self.fresh[..., 0].masked_fill_(self.zero, torch.finfo(keys.dtype).max)
             self.worst = keys.new_full((), -torch.inf)
 
     def take(self, update: Update, rows: slice, form: Tensor, norm: Norm, gate: Tensor | None) -> Tensor:
         """Route the `rows` of one update and add their keys; gives places among `[N, G, S]`, `[n * G, C]`."""
         sequences, before, appended = update.sequences, update.before, update.after - update.before
         heads, chunk = self.sums.shape[1], self.keys.shape[1]
-        count = sequences * heads
+        names = self.names[: sequences * heads]
         if update.number == 0 or appended == chunk:
             own = self.founders[rows]
             if update.number == 0:
@@ -155,39 +165,36 @@ class _Router:
                 if gate is not None and self.spec.gate_initial:
                     own = own * gate.flatten(0, 1)[rows, :, None]
             self.sums[:sequences, :, before : update.after] = own.unflatten(0, (sequences, heads))
-            self.founds[rows, 1:] = 1
-            return self.names[:count, before : update.after]
+            self.founds[rows, 2:] = 1
+            return names[:, before : update.after]
         old = form[:sequences].flatten(0, 1)[:, :before]
         if appended:
-            place, added = self._with_appends(update, rows, old, norm)
+            place, added = self._with_appends(rows, old, names, appended)
         else:
             place = torch.bmm(self.keys[rows], old.mT)[..., self.spec.sinks :].max(-1).indices
-            place, added = place + self.names[:count, self.spec.sinks, None], self.merged[rows]
+            first = names[:, self.spec.sinks, None]
+            place, added = place + first, self.merged[rows]
             if self.zero is not None:
-                place = torch.where(self.zero[rows], self.names[:count, self.spec.sinks, None], place)
+                place = torch.where(self.zero[rows], first, place)
         self.sums.view(-1, self.sums.shape[-1]).index_add_(0, place.flatten(), added.flatten(0, 1))
         return place
 
-    def _with_appends(self, update: Update, rows: slice, old: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def _with_appends(self, rows: slice, old: Tensor, names: Tensor, appended: int) -> tuple[Tensor, Tensor]:
         """Choose among old slots and those that the most novel tokens found (see `routing`)."""
-        (count, before, _), sinks = old.shape, self.spec.sinks
-        if self.fresh is None:
-            self.fresh = self.keys @ norm(self.founders).mT
-            self.fresh.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)  # a token's own slot is its best
-        scores, names = self.scores[:count], self.names[:count]
+        count, before, _ = old.shape
+        scores, sinks = self.scores[:count], self.spec.sinks
         torch.bmm(self.keys[rows], old.mT, out=scores[..., :before])
+        # Stable: of equally novel tokens the earlier one is appended.
         order = scores[..., :before].amax(-1).sort(dim=-1, stable=True).indices
-        numbers, founds = self.founds[rows], self.founds[rows, 1:]
-        founds.scatter_(1, order[:, : update.after - before], 1)
-        torch.cumsum(numbers, 1, out=names[:, self.slots :])
+        founds = self.founds[rows]
+        founds[:, 2:].scatter_(1, order[:, :appended], 1)
+        torch.cumsum(founds[:, 1:], 1, out=names[:, self.slots + 1 :])
         founded = founds.bool()
-        torch.where(founded[:, None], self.fresh[rows], self.worst, out=scores[..., self.slots + 1 :])
+        torch.where(founded[:, None], self.fresh[rows], self.worst, out=scores[..., self.slots :])
         place = names[:, sinks:].gather(1, scores[..., sinks:].max(-1).indices)
-        if self.zero is not None:
-            place = torch.where(self.zero[rows] > founded, names[:, sinks, None], place)
         if self.founders is self.merged:
             return place, self.merged[rows]
-        return place, torch.where(founded[..., None], self.keys[rows], self.merged[rows])
+        return place, torch.where(founded[:, 2:, None], self.keys[rows], self.merged[rows])
 
 
 class States:

@@ -64,13 +64,14 @@ class KVMState(MixerState):
         assert self.window_v is not None
         return Tokens(self.window_k, self.window_v, self.window_gate)
 
-    def slots_for(self, room: int, norm: Norm, spec: KVMSpec, dtype: torch.dtype) -> Slots:
-        """Return slots for a call to change, read in `dtype`: without gradients those of the last call."""
+    def slots_for(self, room: int | None, norm: Norm, spec: KVMSpec, dtype: torch.dtype) -> Slots:
+        """Return slots for a call to change (`room` None: to replace), read in `dtype`: without gradients
+        those of the last call."""
         own = self._slots
         if torch.is_grad_enabled() or own is None or own.dtype != dtype or is_frozen(own.sums.keys):
             return Slots(self.sums(), room, norm, spec, dtype)
         own.norm = norm
-        own.reserve(room)
+        own.reserve(room or 0)
         return own
 
     def followed_by(self, new: Tokens, in_place: bool) -> Tokens:
@@ -83,7 +84,9 @@ class KVMState(MixerState):
         buffers = self._window = (self._window or [GrowingBuffer() for _ in new]) if in_place else None
 
         def joined(a: Tensor, b: Tensor, place: int) -> Tensor:
-            return torch.cat((a, b), 1) if buffers is None else buffers[place].append(a, b)
+            if buffers is not None:
+                return buffers[place].append(a, b)
+            return torch.cat((a, b), 1) if a.shape[1] else b
 
         gate = None if held.gate is None or new.gate is None else joined(held.gate, new.gate, 2)
         return Tokens(joined(held.k, new.k, 0), joined(held.v, new.v, 1), gate)

@@ -58,7 +58,7 @@ def walk(plan: Plan, x: Inputs, slots: Slots, kept: list[Tensor] | None = None) 
     window, choices = torch.empty_like(lse), []
     for group in plan.groups:
         if kept is not None:
-            kept += [sums.clone() for sums in slots.used()]
+            kept += [sums.clone() if group.steps is None else sums for sums in slots.used()]
         q = x.q[group.queries]
         joint = Joint(q, y[group.queries] if isinstance(group.queries, slice) else None)
         attend(plan, joint, scaled(q, x.front), x.k[group.keys], x.v[group.keys], group.window)
@@ -208,7 +208,8 @@ class Walk(torch.autograd.Function):
         grad = torch.zeros_like(y) if grad is None else grad
         d, last, end = _empty_gradients(x), grads[-3:], len(slot)
         for group in reversed(plan.groups):
-            slots = Slots(Sums(*kept[-3:]), group.slots, x.norm, plan.spec, x.k.dtype)
+            room = group.slots if group.steps is None else None
+            slots = Slots(Sums(*kept[-3:]), room, x.norm, plan.spec, x.k.dtype)
             del kept[-3:]
             joint = grad[group.queries], y[group.queries], lse[group.queries]
             start = end - sum(update.sequences for update in group.updates)
