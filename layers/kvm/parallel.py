@@ -10,14 +10,16 @@ Shapes: see `steps`; C tokens of a chunk, D head size.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..backends import load_kernels, plain_forced
 from ..errors import LayerError
 from ..softmax import Part
 from ..softmax.joined import Joint
@@ -57,8 +59,18 @@ def choose_walk(k: Tensor, margins: bool = False) -> str:
     if forced:
         if forced not in WALKS:
             raise LayerError(f"HYBRID_KVM_WALK is {forced!r}; allowed: {', '.join(WALKS)}")
-        return forced
-    return "torch" if k.device.type == "cuda" else "chunks"
+        if forced == "triton" and _kernels() is None:
+            raise LayerError("the KVM walk 'triton' is asked for, but triton is not installed")
+    elif k.device.type != "cuda":
+        return "chunks"
+    else:
+        forced = "torch" if plain_forced() or _kernels() is None else "triton"
+    # The kernels do not compute in float64.
+    return "torch" if forced == "triton" and k.dtype == torch.float64 else forced
+
+
+def _kernels() -> tuple[Callable[..., Any], ...] | None:
+    return load_kernels("triton", f"{__package__}.triton", "route_group", "States")
 
 
 def walk_group(plan: Plan, x: Inputs, group: Group, slots: Slots, joint: Joint, q: Tensor) -> list[Choice]:
@@ -68,12 +80,13 @@ def walk_group(plan: Plan, x: Inputs, group: Group, slots: Slots, joint: Joint, 
     tokens = x.entering(group).map(lambda t: t.transpose(1, 2))
     prepared = prepare(tokens.k, plan.spec.rotary_dim, x.norm)
     if plan.replay is None:
-        choice = Choice(*route_group(prepared, tokens.gate, before.keys, steps, plan.spec, x.norm))
+        routed = _functions(plan)[0](prepared, tokens.gate, before.keys, steps, plan.spec, x.norm)
+        choice = Choice(*routed)
     else:
         choice = joined_choices([plan.replay.choice(update, prepared.shape[2]) for update in steps.updates])
     weight = weights(choice.founds, tokens.gate, steps.updates, plan.spec)
     added = contributions(prepared, tokens.v, weight, plan.spec)
-    states = States(before, added, choice.slot, steps, plan.spec, x.norm)
+    states = _functions(plan)[1](before, added, choice.slot, steps, plan.spec, x.norm)
     if steps.keys is not None:
         keys, values = states.read(x.k.dtype)
         attend(plan, joint, q, keys, values, [Part(group.readers, ragged=steps.keys)])
@@ -87,10 +100,18 @@ def walk_group_backward(
     """Take back at once what `walk_group` did; arguments as of `walk.walk_chunks_backward`."""
     steps = b.group.steps
     assert steps is not None
-    states, d_read = States(slots.used(), added, slot, steps, b.plan.spec, b.x.norm), None
+    states = _functions(b.plan)[1](slots.used(), added, slot, steps, b.plan.spec, b.x.norm)
+    d_read = None
     if steps.keys is not None:
-        d_read = state_backward(b, b.group.readers, *states.read(b.x.k.dtype), [Part(ragged=steps.keys)])
+        keys, values = states.read(b.x.k.dtype)
+        d_read = state_backward(b, b.group.readers, keys, values, [Part(ragged=steps.keys)])
     return states.backward(d_read, last, b.d.norm)
+
+
+def _functions(plan: Plan) -> tuple[Callable[..., Any], ...]:
+    """Give `route_group` and `States`, or those of the kernels."""
+    kernels = _kernels() if plan.walk == "triton" else None
+    return kernels or (route_group, States)
 
 
 @torch.no_grad()

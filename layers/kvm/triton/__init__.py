@@ -5,6 +5,6 @@ before that, runs them on the CPU.
 """
 
 from .routing import route_group
-from .states import read_group, read_group_backward
+from .states import States, read_group, read_group_backward
 
-__all__ = ["read_group", "read_group_backward", "route_group"]
+__all__ = ["States", "read_group", "read_group_backward", "route_group"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from hybrid.layers.kvm.parallel import force_walk
 from hybrid.layers.softmax import force_plain
 
 from ...parity.core_case import core_case
@@ -28,11 +29,24 @@ def cases():
     return list(found.values())
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["flash", "plain"])
+def by_plain_products():
+    return force_plain()
+
+
+def by_groups():
+    return force_walk("torch")
+
+
+def by_triton():
+    pytest.importorskip("triton")
+    return force_walk("triton")
+
+
+@pytest.mark.parametrize("way", [contextlib.nullcontext, by_plain_products, by_groups, by_triton])
 @pytest.mark.parametrize(("folder", "case"), cases(), ids=[case["file"] for _, case in cases()])
-def test_core_vectors_hold(folder, case, plain):
+def test_core_vectors_hold(folder, case, way):
     tensors = load_file(folder / case["file"])
-    with force_plain() if plain else contextlib.nullcontext():
+    with way():
         results = core_case(case["config"], tensors, case["variant"])
     for name, value in results.items():
         want = tensors[name]
