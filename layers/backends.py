@@ -10,6 +10,9 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
+import torch
+from torch import Tensor
+
 _plain: ContextVar[bool] = ContextVar("plain", default=False)
 
 
@@ -46,3 +49,19 @@ def load_kernels(package: str, module: str, *functions: str) -> tuple[Callable[.
     name = f"{module}:{', '.join(functions)}"
     warnings.warn(f"{name} cannot be loaded ({problem}); another kernel computes instead", stacklevel=2)
     return None
+
+
+@contextmanager
+def full_precision(like: Tensor) -> Iterator[None]:
+    """Multiply fp32 matrices on a GPU without TF32 inside this context, whose 10 bits are too few for what
+    decays are factored into, and for choices between products. Elsewhere nothing else happens anyway."""
+    if like.device.type != "cuda":
+        yield
+        return
+    # Not `allow_tf32`, which cannot be read any more where anybody has used the newer setting.
+    matmul: Any = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

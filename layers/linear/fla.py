@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..backends import load_kernels, plain_forced
+from ..indices import borders
 
 MAX_KEY_WIDTH = 256
 SHORT = 64  # tokens; shorter calls without gradients run the recurrent kernel
@@ -60,10 +61,8 @@ def _run(
     Returns:
         The outputs, and the state after the (packed: the last document's) last token.
     """
-    cu_seqlens = None
-    if lengths:
-        device = next(iter(decay.values())).device
-        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device)
+    device = next(iter(decay.values())).device
+    cu_seqlens = borders(tuple(lengths), device) if lengths else None  # one tensor, by which fla keeps lists
     cast = {name: x.to(dtype) for name, x in operands.items()}
     o, states = kernel(
         **cast, **decay, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens
