@@ -32,8 +32,11 @@ def plain_forced() -> bool:
 
 
 @cache
-def load_kernels(package: str, module: str, *functions: str) -> tuple[Callable[..., Any], ...] | None:
-    """Import functions of `module` on first use; None where `package`, or what it is in, is not installed.
+def load_kernels(
+    package: str, module: str, *functions: str, needs: tuple[str, ...] = ()
+) -> tuple[Callable[..., Any], ...] | None:
+    """Import functions of `module` on first use; None where `package`, or what it is in, or one of the
+    packages that it `needs`, is not installed.
 
     A broken installation gives None too, and is told once.
     """
@@ -41,7 +44,7 @@ def load_kernels(package: str, module: str, *functions: str) -> tuple[Callable[.
         found = importlib.import_module(module)
         return tuple(getattr(found, function) for function in functions)
     except ModuleNotFoundError as error:
-        if f"{package}.".startswith(f"{error.name}."):
+        if f"{package}.".startswith(f"{error.name}.") or str(error.name).partition(".")[0] in needs:
             return None
         problem: Exception = error
     except Exception as error:  # Triton, missing drivers and half-installed packages fail in many ways

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from hybrid.data.batch import Batch, Segment
 from hybrid.distributed import world as distributed
+from hybrid.errors import TrainError
 from hybrid.model import HybridLM
 from hybrid.model.head import IGNORE, Loss
 from hybrid.recipe import Geometry, layer_specs
@@ -282,3 +284,24 @@ def test_an_odd_number_of_parameters_is_trained(two_ranks, stage: int):
     for found in two_ranks.run(of_lengths, stage):
         for values, wanted in zip(found, right, strict=True):
             assert values == pytest.approx(wanted, rel=1e-5)
+
+
+def with_unknown_ids() -> str:
+    """How a step ends whose model counts ids outside its vocabulary on the last rank."""
+    world = distributed.start(1)
+    loss = Loss(*torch.ones(3), outside=torch.tensor(2 * world.rank))
+    engine: Any = SimpleNamespace(forward=lambda *_, **__: loss)
+    step = Step(engine, world, micro_batches(*(x[0] for x in data(1)), SEQUENCES))
+    objective = step.forward(step.passes[0])
+    try:
+        step.backward(objective)
+    except (TrainError, SystemExit) as error:
+        return str(error)
+    return "went on"
+
+
+def test_ids_outside_the_vocabulary_end_the_run_on_all_ranks(two_ranks):
+    """A GPU does not wait for them in the forward pass: they are told with the loss."""
+    told, stopped = two_ranks.run(with_unknown_ids)
+    assert "2 ids or labels are outside the model's vocabulary. They are in the windows from sample 0" in told
+    assert stopped == "2"
