@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends import full_precision
 from .chunked import Recurrence, add_products, by_chunk, centred_growth, choose_chunks
 from .fla import fla_kernel
 from .levels import LevelRecurrence, Steps, decays, outputs, seen_products, unit_inverse
@@ -77,7 +78,7 @@ def gated_delta_rule(
         g = g[..., None]
     group = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(group, 2) if group > 1 else x for x in (q if scale == 1 else q * scale, k))
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), full_precision(q):
         if q.shape[1] <= STEPS and len(lengths) < 2:
             return _steps(q, k, v, g, beta, state.to(wide))
         return _chunks(q, k, v, g, beta, state.to(wide), lengths)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends import full_precision
 from .chunked import CHUNK_GPU, ChunkLayout, Recurrence, add_products, by_chunk, centred_growth
 from .fla import fla_kernel
 from .levels import LevelRecurrence, Steps, decays, outputs, seen_products, unit_inverse
@@ -64,7 +65,8 @@ def rwkv7_recurrence(
         `[B, T, H, V]` and `[B, H, K, V]`, both in at least fp32 (outputs of the kernels in `dtype`).
     """
     assert state is None or len(lengths) < 2
-    kernel = fla_kernel("fla.ops.rwkv7.{}:{}_rwkv7", r, r.shape[-1], dtype or r.dtype)
+    name = "fla.ops.rwkv7.{}:{}_rwkv7"  # with the bound it takes tensor cores, on 64 tokens instead of 16
+    kernel = fla_kernel(name, r, r.shape[-1], dtype or r.dtype, lower_bound=LEAST_LOG_DECAY)
     if kernel is not None:  # its states are laid out as ours
         return kernel({"r": r, "k": k, "v": v, "a": a, "b": b}, {"w": log_decay}, 1.0, state, lengths)
     wide = torch.promote_types(r.dtype, torch.float32)
@@ -72,7 +74,7 @@ def rwkv7_recurrence(
     if state is None:
         batch, _, heads, size = r.shape
         state = r.new_zeros(batch, heads, size, v.shape[-1])
-    with torch.autocast(r.device.type, enabled=False):
+    with torch.autocast(r.device.type, enabled=False), full_precision(r):
         if r.shape[1] < FEW and len(lengths) < 2:
             return steps(r, log_decay, k, v, a, b, state.to(wide))
         return chunked(r, log_decay, k, v, a, b, state.to(wide), lengths)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends import full_precision
 from .chunked import Recurrence, add_products, by_chunk, centred_growth, choose_chunks
 from .fla import fla_kernel
 from .levels import LevelRecurrence, Steps, decays
@@ -69,7 +70,7 @@ def ssd(
     x, b, c, g = (z.to(wide) for z in (x, b, c, g))
     if state is None:
         state = x.new_zeros(x.shape[0], *x.shape[2:], b.shape[-1])
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False), full_precision(x):
         if x.shape[1] <= STEPS and len(lengths) < 2:
             return _steps(x, b, c, g, state.to(wide))
         return _chunks(x, b, c, g, state.to(wide), lengths)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..backends import full_precision
 from ..indices import index
 from ..norms import compute_dtype
 from ..softmax import Mask, Part, joined_attention
@@ -161,7 +162,7 @@ class _Group(torch.autograd.Function):
         q, k, v, tokens, means, counts, slot, y, lse = ctx.saved_tensors
         leaves = [x.detach().requires_grad_() for x in (tokens, means)]
         base = Centroids(leaves[1], counts)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False), full_precision(q):
             with torch.enable_grad():
                 read, parts, last, _ = _dictionary(call, own, first, leaves[0], base, q.dtype, slot)
             seen = None if read is None else (read[0].detach(), read[1].detach())
