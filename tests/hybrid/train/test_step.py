@@ -16,8 +16,9 @@ from hybrid.model import HybridLM
 from hybrid.model.head import IGNORE, Loss
 from hybrid.recipe import Geometry, layer_specs
 from hybrid.recipe.schema import Recipe
+from hybrid.train import engine as engine_module
 from hybrid.train import optimizer
-from hybrid.train.engine import Engine
+from hybrid.train.engine import Engine, settings
 from hybrid.train.step import Step
 
 from .tiny import fingerprint, patched, weights
@@ -82,14 +83,26 @@ def in_ranks(
     bad: str = "loss",
     empty_step: int | None = None,
     z_loss: float = 0.0,
+    overlap: bool = False,
     **section: Any,
 ) -> dict[str, Any]:
-    """Some steps in a rank; `bad_step`: there the last rank's loss, or one entry of its gradient, is nan."""
+    """Some steps in a rank; `bad_step`: there the last rank's loss, or one entry of its gradient, is nan;
+    `overlap`: with communication beside the backward pass, as on GPUs."""
     from deepspeed.runtime import bf16_optimizer
 
     world = distributed.start(1)
     geometry = Geometry(world.size, world.size, size, SEQUENCES // size)
-    with patched(bf16_optimizer, "see_memory_usage", lambda *_, **__: None):  # a garbage collection each
+
+    def overlapping(*args: Any) -> dict[str, Any]:
+        found = settings(*args)
+        assert found["zero_optimization"]["overlap_comm"] is False
+        found["zero_optimization"]["overlap_comm"] = overlap
+        return found
+
+    with (
+        patched(bf16_optimizer, "see_memory_usage", lambda *_, **__: None),  # a garbage collection each
+        patched(engine_module, "settings", overlapping if overlap else settings),
+    ):
         engine = Engine(model(), recipe(stage, precision, **section), geometry, world)
     ids, labels = data(world.size)
     if empty_step is not None:
@@ -202,6 +215,15 @@ def test_adamw_follows_the_large_batch_and_replicas_stay_equal(two_ranks, precis
             assert (loss, norm) == pytest.approx(wanted, rel=tolerance)
             assert factor == pytest.approx(min(1.0, 0.5 / norm), rel=1e-4)
             assert not skipped
+
+
+@pytest.mark.parametrize(("precision", "stage"), [one for one in STAGES if one[1]])
+def test_communication_beside_the_backward_pass_changes_nothing(two_ranks, precision: str, stage: int):
+    """As settings for GPUs have it, with the two buckets that DeepSpeed then fills in turn."""
+    runs = [
+        two_ranks.run(in_ranks, stage, precision, 2, clip=0.5, overlap=overlap) for overlap in (False, True)
+    ]
+    assert runs[1][0]["hashes"] == runs[1][1]["hashes"] == runs[0][0]["hashes"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
