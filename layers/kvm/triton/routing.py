@@ -1,7 +1,8 @@
 """Routing of a group of updates in one launch: a program walks the updates of one sequence and head.
 
 Decisions are those of `..routing.route` (spec, section 4). They need sums of keys only, which lie in memory
-with the form they are read in. Within a program, a barrier parts what writes there from what reads.
+with the form they are read in. Within a program, a barrier parts what writes there from what reads. There are
+N * G programs, so a GPU with more multiprocessors than that is not filled.
 
 Shapes: R rows (chunks entering the state, ordered by update, then by sequence), N sequences, G key/value
 heads, C tokens of a chunk, S slots, D head size.
@@ -56,27 +57,26 @@ def route_group(
     gates = keys if gate is None else gate.contiguous()
     route_kernel[(sequences * heads,)](
         keys, gates, before, *norm, steps.table, sums, form, best, novelty, slot, founds.view(torch.int8),
-        len(steps.updates), slots, before.shape[2], heads,
+        len(steps.updates), int(steps.updates[0].number == 0), slots, before.shape[2], heads,
         chunk, size, padded(size), min(TOKENS, padded(chunk)), SLOTS, spec.sinks,
-        steps.updates[0].number == 0, gated and spec.gate_initial, by_keys, by_keys and spec.gate_appends,
+        gated and spec.gate_initial, by_keys, by_keys and spec.gate_appends,
         num_warps=WARPS,
     )  # fmt: skip
     return slot, founds
 
 
-@triton.jit(do_not_specialize=["updates", "slots", "held"])
+@triton.jit(do_not_specialize=["updates", "initial", "slots", "held"])
 def route_kernel(
     keys, gate, before, weight, bias, table, sums, form, best, novelty, slot, founds,
-    updates, slots, held, heads,
+    updates, initial, slots, held, heads,
     chunk: tl.constexpr, size: tl.constexpr, columns: tl.constexpr, tokens: tl.constexpr, block: tl.constexpr,
-    sinks: tl.constexpr, starts: tl.constexpr,
-    gate_initial: tl.constexpr, gate_merged: tl.constexpr, gate_appended: tl.constexpr,
+    sinks: tl.constexpr, gate_initial: tl.constexpr, gate_merged: tl.constexpr, gate_appended: tl.constexpr,
 ):  # fmt: skip
     """Walk the updates of one sequence and head.
 
     `sums` and `form`: room for `slots` slots, `[N, G, S, D]`; `held`: slots of `before`; `best` and
-    `novelty`: room for scores, `[N, G, C]`; `columns`: the head size, padded; `starts`: whether the first
-    update makes the initial state.
+    `novelty`: room for scores, `[N, G, C]`; `columns`: the head size, padded; `initial`: 1 where the first
+    update makes the initial state, else 0.
     """
     pid = tl.program_id(0)
     n, g = pid // heads, pid % heads
@@ -95,28 +95,27 @@ def route_kernel(
         if n < tl.load(entry + 1):
             old, new = tl.load(entry - 3), tl.load(entry + 2)
             row = ((tl.load(entry) + n) * heads + g).to(tl.int64) * chunk
-            x, own_gate, own_slot, own_founds = keys + row * size, gate + row, slot + row, founds + row
+            own_keys, own_gate = keys + row * size, gate + row
+            own_slot, own_founds = slot + row, founds + row
             if new - old < chunk:
-                _compare(x, form, best, novelty, own_slot, old, sinks, chunk, size, tokens, block)
+                _compare(own_keys, form, best, novelty, own_slot, old, sinks, chunk, size, tokens, block)
                 tl.debug_barrier()
             if new > old:
-                gated = gate_appended
-                if starts:
-                    gated = gate_initial if u == 1 else gate_appended
+                gated = tl.where(u == initial, gate_initial, gate_appended)
                 _append(
-                    x, own_gate, novelty, own_slot, own_founds, sums, form, old, new, gated, norm,
+                    own_keys, own_gate, novelty, own_slot, own_founds, sums, form, old, new, gated, norm,
                     chunk, size, columns, tokens, gate_initial or gate_appended,
                 )  # fmt: skip
                 tl.debug_barrier()
             if new - old < chunk:
                 _decide(
-                    x, own_gate, form, best, own_slot, own_founds, old, new,
+                    own_keys, own_gate, form, best, own_slot, own_founds, old, new,
                     sinks, chunk, size, tokens, block, gate_merged,
                 )  # fmt: skip
                 tl.debug_barrier()
                 if u < updates:  # nobody routes by the sums after the last one
                     _merge(
-                        x, own_gate, own_slot, own_founds, sums, form, norm,
+                        own_keys, own_gate, own_slot, own_founds, sums, form, norm,
                         chunk, size, columns, tokens, gate_merged,
                     )  # fmt: skip
                     tl.debug_barrier()
