@@ -34,6 +34,8 @@ class Plan:
     groups: Sequence[Group]
     replay: Replay | None
     margins: bool
+    measured: bool
+    """Whether the window's own log-sum-exp is wanted."""
 
 
 class Inputs(NamedTuple):

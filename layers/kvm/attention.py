@@ -207,7 +207,7 @@ class _Call:
             sum(map(count, lengths)) / len(lengths) for count in (self.spec.slots_at, self.spec.coverage)
         )
         mass = torch.zeros(1, device=self.norm.weight.device)
-        if found is not None:
+        if found is not None and found.window is not None:
             mass = (1 - torch.exp(found.window - found.lse)).transpose(1, 2)
         self.statistics["slots"] = torch.tensor(float(slots))
         self.statistics["tokens_per_slot"] = torch.tensor(tokens / slots)
@@ -223,7 +223,10 @@ def _walked(
     """
     replay = None if call.replay is None else Replay(call.replay, starts)
     walks = choose_walk(tokens.k, call.margins)
-    whole = Plan(call.spec, 1 / math.sqrt(q.shape[-1]), choose(q), walks, plan, replay, call.margins)
+    whole = Plan(
+        call.spec, 1 / math.sqrt(q.shape[-1]), choose(q), walks, plan, replay, call.margins,
+        call.statistics is not None,
+    )  # fmt: skip
     inputs = Inputs(q, *tokens, call.front, call.back, *call.norm)
     room = plan[-1].slots if plan[-1].steps is None else None
     slots = before.slots_for(room, call.norm, call.spec, tokens.k.dtype)

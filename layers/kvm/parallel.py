@@ -166,7 +166,7 @@ class _Router:
             self.names = F.pad(self.names, (0, chunk + 2))
             self.names[:, steps.slots] = self.names[:, spec.sinks]
             self.founds[:, 0] = 1
-            torch.sub(steps.place + steps.before, 1, out=self.founds[:, 1].view(rows, heads))
+            self.founds[:, 1] = steps.start.flatten()
             self.scores = keys.new_full((len(self.names), chunk, steps.slots + chunk + 2), -torch.inf)
             self.fresh = F.pad(self.keys @ norm(self.founders).mT, (2, 0), value=-torch.inf)
             self.fresh.diagonal(2, 1, 2).fill_(torch.inf)  # an appended token's own slot is its best

@@ -42,9 +42,9 @@ class KVMState(MixerState):
         """Make the state before the first token, for keys like `k` `[B, *, G, D]`."""
         batch, _, heads, size = k.shape
         wide = torch.promote_types(k.dtype, torch.float32)
-        key_sums, value_sums, radius = (k.new_zeros(batch, heads, 0, s, dtype=wide) for s in (size, size, 1))
-        keys, values = (k.new_zeros(batch, 0, heads, size) for _ in range(2))
-        gate = k.new_zeros(batch, 0, heads, dtype=wide) if gated else None
+        key_sums, value_sums, radius = (k.new_empty(batch, heads, 0, s, dtype=wide) for s in (size, size, 1))
+        keys, values = (k.new_empty(batch, 0, heads, size) for _ in range(2))
+        gate = k.new_empty(batch, 0, heads, dtype=wide) if gated else None
         return cls(0, 0, 0, key_sums, value_sums, radius, keys, values, gate)
 
     def take(self) -> Self:

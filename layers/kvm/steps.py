@@ -35,8 +35,8 @@ class Steps(NamedTuple):
     state 0), slots, readers, and the first of K that they read."""
     place: Tensor
     """First slot of a row's sequence and head, among `[N, G, S]`; int64 `[R, G]`."""
-    before: Tensor
-    """Slots before a row's update; int64 `[R, 1]`."""
+    start: Tensor
+    """Last slot before a row's update, among `[N, G, S]`; int64 `[R, G]`."""
     total: Tensor
     """First slot of a row's sequence and head, among `[U + 1, N, G, S]`; int64 `[R, G]`."""
     total_back: Tensor
@@ -90,9 +90,10 @@ def steps(
             [0, *row_starts], [0, *(u.sequences for u in updates)], states, readers, key_starts, strict=False
         )
     ]
-    before = torch.tensor([[updates[h - 1].before] for h, _ in rows])
+    place = first([(0, n) for _, n in rows])
+    start = place + torch.tensor([[updates[h - 1].before - 1] for h, _ in rows])
     tensors = (
-        torch.tensor(table, dtype=torch.int32), first([(0, n) for _, n in rows]), before, first(rows),
+        torch.tensor(table, dtype=torch.int32), place, start, first(rows),
         first(back(rows)), each(first(seen)), each(first(back(seen))),
     )  # fmt: skip
     keys = ragged(lengths, chunk, device) if lengths else None

@@ -44,7 +44,7 @@ class Walked(NamedTuple):
 
     y: Tensor  # heads [R, C, H, D]
     choice: Choice  # of the rows that entered, [R, G, C]
-    window: Tensor  # log-sum-exp over the window alone, [R, H, C]
+    window: Tensor | None  # log-sum-exp over the window alone, [R, H, C], if asked for
     lse: Tensor  # over all keys
 
 
@@ -55,14 +55,15 @@ def walk(plan: Plan, x: Inputs, slots: Slots, kept: list[Tensor] | None = None) 
     """
     rows, tokens, heads, _ = x.q.shape
     y, lse = x.q.new_empty(x.q.shape), x.weight.new_empty(rows, heads, tokens)
-    window, choices = torch.empty_like(lse), []
+    window, choices = torch.empty_like(lse) if plan.measured else None, []
     for group in plan.groups:
         if kept is not None:
             kept += [sums.clone() if group.steps is None else sums for sums in slots.used()]
         q = x.q[group.queries]
         joint = Joint(q, y[group.queries] if isinstance(group.queries, slice) else None)
         attend(plan, joint, scaled(q, x.front), x.k[group.keys], x.v[group.keys], group.window)
-        window[group.queries] = joint.lse
+        if window is not None:
+            window[group.queries] = joint.lse
         q = scaled(q, x.back)
         take_in = walk_chunks if group.steps is None else walk_group
         choices += take_in(plan, x, group, slots, joint, q)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
@@ -37,9 +38,14 @@ def by_groups():
     return force_walk("torch")
 
 
+@contextlib.contextmanager
 def by_triton():
+    """In Triton's interpreter, which is faster with large blocks."""
     pytest.importorskip("triton")
-    return force_walk("triton")
+    from hybrid.layers.kvm.triton import states
+
+    with mock.patch.object(states, "SLOTS", 128), force_walk("triton"):
+        yield
 
 
 @pytest.mark.parametrize("way", [contextlib.nullcontext, by_plain_products, by_groups, by_triton])

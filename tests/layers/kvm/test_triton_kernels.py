@@ -1,8 +1,10 @@
-"""The Triton kernels against the functions that take one chunk at a time; `test_triton` runs this file."""
+"""The Triton kernels, run by Triton's interpreter, against the functions that take one chunk at a time."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
-from itertools import accumulate
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,10 @@ from hybrid.layers.kvm.routing import joined_choices, route
 from hybrid.layers.kvm.slots import Reading, Slots
 from hybrid.layers.kvm.slots import accumulate as add_to_slots
 from hybrid.layers.kvm.spec import Budget, KVMSpec, Update, updates
+from hybrid.layers.kvm.steps import steps
+
+pytest.importorskip("triton")
+
 from hybrid.layers.kvm.triton import read_group, read_group_backward, route_group
 
 C = 8
@@ -29,18 +35,6 @@ SPECS = {
     "many blocks": KVMSpec(70, 2, 4, 1, Budget("power_law", factor=12.0)),
 }
 EVERY_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-
-
-def steps_of(made, readers):
-    """The table that kernels go by: per state, first row, sequences, slots, readers, first slot read."""
-    states = [made[0].before, *(update.after for update in made)]
-    sequences = [0, *(update.sequences for update in made)]
-    rows = [0, *accumulate(sequences)]
-    read = [0, *accumulate(r * s for r, s in zip(readers, states, strict=True))]
-    table = list(zip(rows[:-1], sequences, states, readers, read[:-1], strict=True))
-    return SimpleNamespace(
-        updates=tuple(made), readers=tuple(readers), table=torch.tensor(table, dtype=torch.int32)
-    )
 
 
 class Case:
@@ -62,7 +56,8 @@ class Case:
 
     @property
     def steps(self):
-        return steps_of(self.made, self.readers)
+        _, heads, chunk, _ = self.keys.shape
+        return steps(tuple(self.made), tuple(self.readers), heads, chunk, self.keys.device)
 
     def route(self):
         """Route by the reference, an update at a time."""
@@ -253,3 +248,16 @@ def test_results_are_the_same_in_every_run_and_nan_stays_inside_memory():
         assert (founds[rows].sum(-1) == update.after - update.before).all()
         assert ((slot[rows] >= 0) & (slot[rows] < update.after)).all()
         row += update.sequences
+
+
+def test_kernels_compile_for_an_h100():
+    """In a process without the interpreter; what programs need of shared memory is there."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.layers.kvm.compile_for_h100"],
+        cwd=Path(__file__).parents[3], env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("bytes:")]
+    assert len(found) == 5
+    assert max(found) <= 227 << 10
