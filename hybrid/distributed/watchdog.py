@@ -77,6 +77,29 @@ def compilation_takes_time(world: World) -> Iterator[None]:
         callback_handler.remove_end_callback(end)
 
 
+@contextmanager
+def compiled_kernels_are_progress(world: World) -> Iterator[None]:
+    """Count every kernel that Triton compiles while the block runs: trying out hundreds of them for the first
+    step, as flash-linear-attention does, takes minutes but is no hang."""
+    try:
+        from triton import knobs
+    except ImportError:
+        yield
+        return
+    runtime, heartbeat = knobs.runtime, world.heartbeat
+    before = runtime.jit_post_compile_hook
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        heartbeat.beat()
+        return before(*args, **kwargs) if before else None
+
+    runtime.jit_post_compile_hook = compiled
+    try:
+        yield
+    finally:
+        runtime.jit_post_compile_hook = before
+
+
 class _Report(NamedTuple):
     """What a process says of itself."""
 

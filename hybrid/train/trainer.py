@@ -31,7 +31,7 @@ from hybrid.data.validation import ValidationSet
 from hybrid.distributed.context_parallel import SequenceRanks
 from hybrid.distributed.lost_hosts import keepalive, lost_peers_in_words
 from hybrid.distributed.signals import Signals
-from hybrid.distributed.watchdog import compilation_takes_time, watching
+from hybrid.distributed.watchdog import compilation_takes_time, compiled_kernels_are_progress, watching
 from hybrid.distributed.world import World, start
 from hybrid.errors import TrainError
 from hybrid.files import no_link
@@ -102,6 +102,8 @@ def train(recipe: Recipe) -> Summary:
         stack.enter_context(watching(world, recipe.train.hang_timeout, log.path))
         if recipe.train.compile:
             stack.enter_context(compilation_takes_time(world))
+        if world.device.type == "cuda":
+            stack.enter_context(compiled_kernels_are_progress(world))
         signals = stack.enter_context(Signals())
         signals.at_once = True  # a stopped preparation goes on where it was
         _prepare_data(recipe, world)

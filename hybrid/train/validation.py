@@ -14,7 +14,7 @@ from hybrid.checkpoint.run import load_run
 from hybrid.data.validation import ValidationSet
 from hybrid.distributed.context_parallel import ALONE
 from hybrid.distributed.world import World
-from hybrid.errors import UserError, words
+from hybrid.errors import TrainError, UserError, words
 from hybrid.files import write_text
 from hybrid.generate import generate
 from hybrid.recipe.schema import Recipe
@@ -45,16 +45,20 @@ def score(
     batches, equally many, as a partitioned model (ZeRO-3) needs. `after_batch` is called after each."""
     training = model.training
     model.eval()
-    nats, tokens = 0.0, 0
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)
     for batch in held_out:
         reader = tbptt.ChunkReader(model, world.device)
         for chunk in tbptt.chunks(ALONE.shard(batch), tbptt_chunks):
             loss = reader.read(chunk)
             world.heartbeat.beat("validation")
-            nats, tokens = nats + float(loss.total), tokens + int(loss.tokens)
+            unknown = torch.zeros_like(loss.tokens) if loss.outside is None else loss.outside
+            sums += torch.stack([loss.total.double(), loss.tokens.double(), unknown.double()])
         after_batch()
     model.train(training)
-    nats, counted = world.gather_numbers([nats, tokens]).sum(0).tolist()
+    nats, counted, outside = world.gather_numbers(sums.tolist()).sum(0).tolist()
+    if outside:
+        told = f"{outside:.0f} ids of the held-out text are outside the model's vocabulary"
+        world.raise_if_any(TrainError(told))
     return Score(nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes))
 
 
