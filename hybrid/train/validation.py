@@ -30,6 +30,8 @@ class Score(NamedTuple):
     """Nats per counted token."""
     bits_per_byte: float
     """Nats of all counted tokens / (ln 2 * UTF-8 bytes of the scored text)."""
+    text: str
+    """Fingerprint of the scored text."""
 
 
 @torch.no_grad()
@@ -54,7 +56,9 @@ def score(
         after_batch()
     model.train(training)
     nats, counted = world.gather_numbers([nats, tokens]).sum(0).tolist()
-    return Score(nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes))
+    return Score(
+        nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes), held_out.text_fingerprint
+    )
 
 
 def write_samples(run: Path, recipe: Recipe, device: torch.device, say: Callable[[str], None]) -> list[str]:
