@@ -57,6 +57,8 @@ class Progress:
     """Steps without a counted token, which change nothing; not among the skipped ones."""
     bits_per_byte_before: float | None = None
     """On held-out text before the first step."""
+    text_before: str | None = None
+    """Fingerprint of that text; None: an earlier version kept none."""
 
 
 @dataclass
@@ -69,6 +71,8 @@ class Origin:
     tokenizer: str
     """The tokenizer's fingerprint."""
     recipe: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each source holds (`Store.describe`); empty: an earlier version kept nothing of it."""
 
 
 def tag_name(step: int) -> str:

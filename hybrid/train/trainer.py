@@ -24,8 +24,10 @@ from hybrid import recipe as recipes
 from hybrid.checkpoint.folder import CheckpointFolder, Origin, Progress, read_trainer
 from hybrid.checkpoint.run import CHECKPOINTS, TOKENIZER, describe, opened
 from hybrid.checkpoint.writer import Writer
+from hybrid.data.checksums import ShardCheck
 from hybrid.data.loader import Loader
 from hybrid.data.preparation.prepare import is_prepared, outdated, prepare
+from hybrid.data.store import Store
 from hybrid.data.tokenizer import Tokenizer
 from hybrid.data.validation import ValidationSet
 from hybrid.distributed.context_parallel import SequenceRanks
@@ -41,7 +43,7 @@ from hybrid.recipe.schema import Recipe
 
 from . import resume
 from .engine import Engine
-from .hooks import CheckpointProgress, LayerStatistics, SignsOfLife, StopSignals, stop
+from .hooks import CheckpointProgress, DamagedShards, LayerStatistics, SignsOfLife, StopSignals, stop
 from .loop import Run, evaluate, train_steps, wait_saved
 from .metrics import Metrics
 from .throughput import Throughput, peak_memory
@@ -49,6 +51,8 @@ from .validation import write_samples
 
 EVALUATED_WINDOWS = 8
 """Windows of held-out text in one forward pass of a rank."""
+SHARDS_WAIT = 3.0
+"""Seconds."""
 QUIET = ("DeepSpeed", "py.warnings", "torch")
 
 
@@ -67,7 +71,9 @@ class Summary:
     bits_per_byte_before: float
     """On held-out text, before the first step."""
     bits_per_byte: float
-    """The same after the last step."""
+    """On held-out text, after the last step."""
+    same_text: bool
+    """Whether both are of the same text."""
     tokens_per_second: float
     """Over this call's steps, validation and checkpoints left out."""
     seconds: float
@@ -143,9 +149,19 @@ def build(recipe: Recipe, world: World, signals: Signals, log: LogFile, stack: c
     with world.all_ranks_or_none():
         tokenizer = Tokenizer.load(Path(recipe.data.folder) / TOKENIZER)
         _set_vocabulary(recipe, tokenizer)
+        held_out = ValidationSet(
+            recipe.data, train.eval_tokens, sequences=EVALUATED_WINDOWS if train.tbptt_chunks == 1 else 1,
+            rank=world.rank, world=world.size,
+        )  # fmt: skip
+    origin = Origin(
+        world.size, recipe.parallel.zero_stage, train.precision, tokenizer.fingerprint, resume.plain(recipe),
+        held_out.store.describe(),
+    )  # fmt: skip
+    world.check_equal("the data they see", {n: s["fingerprint"][:12] for n, s in origin.data.items()})
+    shards = _check_shards(held_out.store, world)
     copy_to = Path(train.checkpoint_copy) if train.checkpoint_copy else None
     checkpoints = CheckpointFolder(output / CHECKPOINTS, train.keep_last, world, copy_to)
-    tag, progress, changes = _find_checkpoint(checkpoints, recipe, tokenizer, world)
+    tag, progress, changes = _find_checkpoint(checkpoints, recipe, origin, world)
     with world.all_ranks_or_none():
         if world.main:
             describe(output, recipe, tokenizer, world)
@@ -170,9 +186,6 @@ def build(recipe: Recipe, world: World, signals: Signals, log: LogFile, stack: c
                 engine.load(tag)
             metrics.say(f"going on from {tag}")
     stack.callback(engine.close)
-    origin = Origin(
-        world.size, recipe.parallel.zero_stage, train.precision, tokenizer.fingerprint, resume.plain(recipe)
-    )
     writer = Writer(checkpoints, engine.zero_state, origin, world, metrics)
     stack.callback(writer.close)
     if tag is not None:
@@ -183,16 +196,23 @@ def build(recipe: Recipe, world: World, signals: Signals, log: LogFile, stack: c
         recipe.data, seed=train.seed, sequences=geometry.micro_batch, rank=world.rank // ranks.size,
         world=geometry.data_parallel, start_sample=progress.sample, lanes=train.batch_size,
     )  # fmt: skip
-    windows = EVALUATED_WINDOWS if train.tbptt_chunks == 1 else 1
-    held_out = ValidationSet(
-        recipe.data, train.eval_tokens, sequences=windows, rank=world.rank, world=world.size
-    )
     flops = engine.model.flops_per_token(recipe.data.context).training
     return Run(
         recipe, world, engine, loader, geometry.accumulation, ranks, held_out, metrics,
         Throughput(recipe, flops, world), writer,
-        [SignsOfLife(), CheckpointProgress(), LayerStatistics(), StopSignals(signals)], progress,
+        [SignsOfLife(), CheckpointProgress(), LayerStatistics(), DamagedShards(shards, progress.step),
+         StopSignals(signals)], progress,
     )  # fmt: skip
+
+
+def _check_shards(store: Store, world: World) -> ShardCheck:
+    """Begin to compare the token shards with their checksums, each rank its share; SHARDS_WAIT seconds are
+    waited for it, in which a few GB are read, and `DamagedShards` sees to the rest."""
+    files = [file for source in store.sources.values() for file in source.files]
+    check = ShardCheck(files[world.rank :: world.size])
+    check.over(SHARDS_WAIT)
+    world.raise_if_any(check.fault)
+    return check
 
 
 def _set_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
@@ -208,7 +228,7 @@ def _set_vocabulary(recipe: Recipe, tokenizer: Tokenizer) -> None:
 
 
 def _find_checkpoint(
-    checkpoints: CheckpointFolder, recipe: Recipe, tokenizer: Tokenizer, world: World
+    checkpoints: CheckpointFolder, recipe: Recipe, now: Origin, world: World
 ) -> tuple[Path | None, Progress, list[str]]:
     """Find the tag to go on from: its folder, the progress in it, and the recipe's changes since."""
     with world.heartbeat.no_timeout("checking checkpoints"):
@@ -217,7 +237,7 @@ def _find_checkpoint(
         return None, Progress(), []
     with world.all_ranks_or_none():
         progress, origin = read_trainer(checkpoints.path / name)
-        changes = resume.check(origin, recipe, tokenizer.fingerprint, world.size)
+        changes = resume.check(origin, now)
         if progress.step > recipe.train.steps:
             raise TrainError(
                 f"{name} is beyond train.steps={recipe.train.steps}: raise it, resume an older tag, or "
@@ -249,6 +269,7 @@ def finish(run: Run, begin: float) -> Summary:
         validation_loss=result.loss,
         bits_per_byte_before=math.nan if before is None else before,
         bits_per_byte=result.bits_per_byte,
+        same_text=progress.text_before == result.text,
         tokens_per_second=run.throughput.tokens_per_second,
         seconds=time.perf_counter() - begin,
         peak_memory_bytes=memory,

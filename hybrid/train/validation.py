@@ -31,6 +31,8 @@ class Score(NamedTuple):
     """Nats per counted token."""
     bits_per_byte: float
     """Nats of all counted tokens / (ln 2 * UTF-8 bytes of the scored text)."""
+    text: str
+    """Fingerprint of the scored text."""
 
 
 @torch.no_grad()
@@ -59,7 +61,9 @@ def score(
     if outside:
         told = f"{outside:.0f} ids of the held-out text are outside the model's vocabulary"
         world.raise_if_any(TrainError(told))
-    return Score(nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes))
+    return Score(
+        nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes), held_out.text_fingerprint
+    )
 
 
 def write_samples(run: Path, recipe: Recipe, device: torch.device, say: Callable[[str], None]) -> list[str]:
