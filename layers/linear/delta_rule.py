@@ -44,6 +44,7 @@ def gated_delta_rule(
     beta: Tensor,
     *,
     scale: float | None = None,
+    normalise: bool = False,
     state: Tensor | None = None,
     lengths: Sequence[int] = (),
     dtype: torch.dtype | None = None,
@@ -51,11 +52,12 @@ def gated_delta_rule(
     """Compute the outputs for every token, and the state after the last.
 
     Args:
-        q, k: `[B, T, H, K]`, k of length 1 or less.
+        q, k: `[B, T, H, K]`, k of length 1 or less, unless they are normalised here.
         v: `[B, T, HV, V]`, HV a multiple of H.
         g: `[B, T, HV]`, or `[B, T, HV, K]` for a decay per key channel; at most 0.
         beta: `[B, T, HV]`, from 0 to 2.
         scale: of the queries; None: 1 / sqrt(K).
+        normalise: divide q and k by their lengths first (whose squares 1e-6 is added to).
         state: `[B, HV, K, V]`, fp32 or wider; None: zero.
         lengths: documents packed in the row (B is 1, no state): each starts from zero. The state returned is
             then the last document's.
@@ -69,9 +71,12 @@ def gated_delta_rule(
     name = "fla.ops.kda:{}_kda" if g.ndim == q.ndim else "fla.ops.gated_delta_rule:{}_gated_delta_rule"
     kernel = fla_kernel(name, q, q.shape[-1], dtype or q.dtype)
     if kernel is not None:  # its states are laid out as ours
-        return kernel({"q": q, "k": k, "v": v, "beta": beta}, {"g": g}, scale, state, lengths)
+        operands = {"q": q, "k": k, "v": v, "beta": beta}
+        return kernel(operands, {"g": g}, scale, state, lengths, use_qk_l2norm_in_kernel=normalise)
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v, g, beta = (x.to(wide) for x in (q, k, v, g, beta))
+    if normalise:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     if state is None:
         state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
     if g.ndim < q.ndim:
