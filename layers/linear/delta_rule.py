@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..backends import full_precision
-from .chunked import Recurrence, add_products, centred_growth, choose_chunks, product, walk, walk_back
+from .chunked import Recurrence, add_products, centred_growth, choose_chunks, folded, product, walk, walk_back
 from .fla import fla_kernel
 
 CHUNKS = (32, 16)
@@ -146,9 +146,8 @@ def _forward(operands: list[Tensor], memories: Tensor, starts: Sequence[bool], o
     q, k, v, g, beta = (x.transpose(2, 3) for x in operands)
     s = _scores(q, k, g, beta)
     scale = s.scale.mT
-    writes = s.inverse @ (v * beta).flatten(1, 2)
-    left = s.inverse @ (s.k_left * -scale)
-    walk(starts, memories, s.scale.square(), None, writes, left, s.right * scale)
+    inverse, (writes, left) = folded(s.inverse, (v * beta).flatten(1, 2).contiguous(), s.k_left * -scale)
+    walk(starts, memories, s.scale.square(), None, writes, left, s.right * scale, inverse)
     y = add_products((s.q_left * scale) @ memories[:-1], s.read, writes)
     out.transpose(2, 3).copy_(y.view(v.shape))
 
@@ -169,9 +168,9 @@ def _backward(
     d_out.unflatten(1, heads).copy_(grad)
     d_writes, scale = s.read.mT @ d_out, s.scale.mT
     product((s.q_left * scale).mT, d_out, d_memories[:-1])
-    left = s.inverse @ (s.k_left * -scale)
-    walk_back(starts, d_memories, s.scale.square(), d_writes, left, s.right * scale)
-    torch.neg(s.inverse.mT @ d_writes, out=d_rest)
+    inverse, (left,) = folded(s.inverse, s.k_left * -scale)
+    walk_back(starts, d_memories, s.scale.square(), d_writes, left, s.right * scale, inverse)
+    torch.neg(d_writes if inverse is not None else s.inverse.mT @ d_writes, out=d_rest)
     d_sum = s.scale * d_memories[1:]  # of M~ + k^^T U
     seen = grad.new_ones(size, size)
     d_scores = (d_rows @ writes.mT).mul_(torch.cat((seen.tril(), seen.tril(-1))))

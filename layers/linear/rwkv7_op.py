@@ -33,6 +33,7 @@ from .chunked import (
     Recurrence,
     add_products,
     centred_growth,
+    folded,
     product,
     walk,
     walk_back,
@@ -165,9 +166,9 @@ def _forward(operands: list[Tensor], memories: Tensor, starts: Sequence[bool], o
     s = _scores(r, decay, k, a, b)
     start, end = (x.mul_(s.scale.mT) for x in (s.left, s.right))
     y, own = (s.scores[..., :size] @ v).split(size, -2)
-    reads, left = s.inverse @ own, s.inverse @ start[..., size:, :]
+    inverse, (reads, left) = folded(s.inverse, own.contiguous(), start[..., size:, :])
     added = end[..., :size, :].mT @ v
-    walk(starts, memories, s.scale.square(), added, reads, left, end[..., size:, :])
+    walk(starts, memories, s.scale.square(), added, reads, left, end[..., size:, :], inverse)
     y = add_products(start[..., :size, :] @ memories[:-1], s.scores[..., :size, size:], reads).add_(y)
     out.transpose(2, 3).copy_(y.view(r.shape[:3] + y.shape[2:]))
 
@@ -190,9 +191,10 @@ def _backward(
     d_out.unflatten(1, heads).copy_(grad)
     d_reads, start = s.scores[..., :size, size:].mT @ d_out, s.left * s.scale.mT
     product(start[..., :size, :].mT, d_out, d_memories[:-1])
-    left, right = s.inverse @ start[..., size:, :], s.right[..., size:, :] * s.scale.mT
-    walk_back(starts, d_memories, s.scale.square(), d_reads, left, right)
-    d_own.copy_(s.inverse.mT @ d_reads)
+    inverse, (left,) = folded(s.inverse, start[..., size:, :])
+    right = s.right[..., size:, :] * s.scale.mT
+    walk_back(starts, d_memories, s.scale.square(), d_reads, left, right, inverse)
+    d_own.copy_(d_reads if inverse is not None else s.inverse.mT @ d_reads)
     d_sum = s.scale * d_memories[1:]  # of M~ + k~^T v + b~^T U
     d_scores = (d_rows @ rows.mT).mul_(_seen(size, grad))
     d_left = add_products(d_scores @ s.right, d_rows, scaled.mT)

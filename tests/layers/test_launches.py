@@ -8,7 +8,9 @@ from torch import Tensor
 
 from hybrid.layers import Context, Site, kinds, mixer_class
 from hybrid.layers.linear import fla
+from hybrid.layers.linear.delta_rule import gated_delta_rule
 
+from ..parity.linear_reference import delta_steps
 from ..pretended_cuda import PretendedDevice, pretended_cuda, stand_in
 from .mixers import assert_same_gradients, build, every_kind, packed_context, tokens
 
@@ -145,3 +147,26 @@ def test_the_pretended_device_computes_what_the_cpu_does(kind: str, lengths: tup
     with pretended_cuda():
         found = computed("cuda")
     assert_same_gradients(found, expected, 2e-4)
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 1000.0])
+@pytest.mark.parametrize("channels", [(), (16,)])
+def test_the_delta_rule_holds_any_decay_on_a_gpu(scale: float, channels: tuple[int, ...]) -> None:
+    """Nobody asks there how fast decays are, as the host would wait for the answer."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 200, 2, 16) for _ in range(3))
+    g = -scale * torch.rand(1, 200, 2, *channels) ** 4
+    operands = [q, torch.nn.functional.normalize(k, dim=-1), v, g, torch.rand(1, 200, 2)]
+
+    def computed(rule, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        leaves = [x.to(dtype).to(device).detach().requires_grad_() for x in operands]
+        y, state = rule(*leaves)
+        (y * torch.sin(y.detach())).sum().backward()
+        found = [y.detach(), state.detach(), *(x.grad for x in leaves)]
+        return {str(place): x.cpu().double() for place, x in enumerate(found)}
+
+    expected = computed(delta_steps, "cpu", torch.float64)
+    with pretended_cuda() as device:
+        found = computed(gated_delta_rule, "cuda", torch.float32)
+        assert all(wait.startswith("copy") for wait in device.waits)  # ours, around it
+    assert_same_gradients(found, expected, 1e-5)
