@@ -21,7 +21,7 @@ from .mixers import assert_same_gradients, build, every_kind, packed_context, to
 
 LIMITS = {
     "block_window": (80, 110), "full": (60, 90), "gated_deltanet": (600, 700), "kimi_delta": (600, 700),
-    "kvm": (450, 700), "mamba2": (250, 300), "ovq": (600, 700), "rwkv7": (600, 700),
+    "kvm": (450, 270), "mamba2": (250, 300), "ovq": (600, 700), "rwkv7": (600, 700),
     "sliding_window": (80, 110),
 }  # fmt: skip
 """Most launches, forward and backward, of a layer at TOKENS tokens in one row."""
