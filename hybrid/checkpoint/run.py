@@ -108,7 +108,7 @@ def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]
     run = Path(path)
     if not (run / RECIPE).is_file():
         raise TrainError(f"{run} is no run directory: it has no {RECIPE}")
-    recipe = recipes.load(run / RECIPE, saved=True)
+    recipe = recipes.load(run / RECIPE, saved=True, model_only=True)
     weights = newest_weights(run)
     tokenizer = Tokenizer.load(run / TOKENIZER)
     trained_with = tokenizer_of(weights)

@@ -31,7 +31,12 @@ _MALFORMED = re.compile(r"(?<!\\)(?:\\\\)*(\$\{(?![A-Za-z_][\w-]*(?:\.[\w-]+)*\}
 
 
 def load(
-    path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None, saved: bool = False
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    saved: bool = False,
+    model_only: bool = False,
 ) -> Recipe:
     """Read, merge and check a recipe.
 
@@ -40,6 +45,7 @@ def load(
         overrides: `section.key=value` texts, later ones win.
         world_size: number of processes, where known: the batch arithmetic is then checked too.
         saved: a run wrote the file; keys that were renamed since are then understood.
+        model_only: only the model section has to be there and right.
 
     Returns:
         The recipe with every layer option filled in (`model.layers`), `model.depth` and `model.expanded`.
@@ -58,6 +64,8 @@ def load(
     recipe: Recipe = _typed(Recipe, resolved, "", problems)
     found, layers = examine(recipe, world_size, {problem.key for problem in problems})
     problems += found
+    if model_only:
+        problems = [problem for problem in problems if problem.key.partition(".")[0] == "model"]
     if layers is not None and not layers.problems:
         problems += _idle_defaults(text, layers)
         layers.fill()
@@ -191,8 +199,8 @@ def _tree(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def to_yaml(recipe: Recipe) -> str:
-    """Write out the whole recipe as YAML, every key; loading it gives an equal recipe."""
+def to_yaml(recipe: Recipe | dict[str, Any]) -> str:
+    """Write out a recipe, or a table of some sections, as YAML with every key; loading gives an equal one."""
     return yaml.dump(_tree(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 

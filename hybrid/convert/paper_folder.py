@@ -1,0 +1,190 @@
+"""Folders and files of the Key-Value Means paper's code: `config.json` and a state dict, read and written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybrid import recipe as recipes
+from hybrid.files import write_json
+from hybrid.model.block import ffn_width
+from hybrid.recipe.pattern import DEFAULT_LETTERS
+from hybrid.recipe.schema import ModelSection
+
+from . import ConvertError, NotSupported
+from .common import Format, Model, Options, Tensors, complete, fit, meta_model
+from .kvm_paper import BUDGETS, LETTERS, from_upstream, model_section, our_name, to_upstream, unread
+from .tensor_io import is_weights, read_state_dict
+
+SETTINGS = "config.json"
+MARK = "transformer.ln_emb.weight"
+"""A tensor that every model of the paper's code has."""
+
+
+def recognise(path: Path) -> str | None:
+    """Recognise a folder by `token_mixer` in its config.json, a file by its tensors' names."""
+    if is_weights(path):
+        return f"tensor {MARK}" if MARK in read_state_dict(path)[0] else None
+    return f"{SETTINGS} with token_mixer" if "token_mixer" in _read_config(path) else None
+
+
+def read(path: Path, options: Options) -> Model:
+    """Read a state dict with the config beside it, and `key=value` settings over that."""
+    tensors, notes = read_state_dict(path)
+    model = of_tensors(tensors, path, options)
+    model.notes += notes
+    return model
+
+
+def of_tensors(tensors: Tensors, place: Path, options: Options) -> Model:
+    """Convert tensors in upstream's names; the config lies at `place`, or beside that file."""
+    settings = {key: yaml.safe_load(value) for key, value in options.settings.items()}
+    config = _read_config(place if place.is_dir() else place.parent) | settings
+    if not config:
+        raise ConvertError(
+            f"{place}: no {SETTINGS} beside it says how the model is built: put it there, or give its keys "
+            "as key=value"
+        )
+    section = complete(model_section(config))
+    model = fit(from_upstream(tensors, meta_model(section).state_dict()), section, place)
+    model.source_names = {our_name(name): name for name in tensors if name not in unread(tensors)}
+    model.dropped = dict.fromkeys(sorted(unread(tensors)), "nothing reads it in the paper's code")
+    return model
+
+
+def write(model: Model, folder: Path, write_shards: Callable[[Path, Tensors], None]) -> None:
+    """Write config.json and upstream's state dict. NotSupported for what the paper's code does not have."""
+    write_json(folder / SETTINGS, upstream_config(model.section))
+    write_shards(folder, to_upstream(model.tensors))
+    for name, content in model.tokenizer.items():
+        (folder / name).write_bytes(content)
+
+
+def upstream_config(section: ModelSection) -> dict[str, Any]:
+    """Write a model section as an upstream config: the inverse of `model_section`.
+
+    The config is translated back, and every difference is refused with NotSupported, naming the key.
+    """
+    specs = recipes.layer_specs(section)
+    letters = [spec.letter for spec in specs]
+    layers = {spec.letter: {"kind": spec.kind, **dataclasses.asdict(spec.options)} for spec in specs}
+    mixers = {DEFAULT_LETTERS[letter]: mixer for mixer, letter in LETTERS.items()}
+    if foreign := [spec.kind for spec in specs if spec.kind not in mixers]:
+        raise NotSupported(f"the paper's code has no {foreign[0]}; it has {', '.join(mixers)}")
+    if len(layers) > 2:
+        raise NotSupported(
+            f"{len(layers)} kinds of layers ({section.pattern}); the paper's code mixes at most two"
+        )
+    alternate, main = letters[0], next((x for x in letters if x != letters[0]), letters[0])
+    period = -1 if main == alternate else [*letters, alternate].index(alternate, 1)
+    if period > 0 and letters != [main if layer % period else alternate for layer in range(len(letters))]:
+        raise NotSupported(
+            f"the pattern {section.pattern}: in the paper's code layers 0, n, 2n, ... are of one kind and "
+            "all others of another"
+        )
+    own, other = layers[main], layers[alternate]
+    config: dict[str, Any] = {
+        "vocab_size": section.vocab_size,
+        "hidden_size": section.hidden_size,
+        "num_hidden_layers": len(letters),
+        "ffn_expansion": section.ffn_expansion,
+        "use_tokenshift_ffn": int(section.ffn_token_shift),
+        "residual_scale": section.residual_scale,
+        "logit_softcap": section.logit_softcap,
+        "tie_word_embeddings": False,
+        "token_mixer": mixers[own["kind"]],
+        "alt_token_mixer": mixers[other["kind"]],
+        "alt_layer_every": period,
+    }
+    if section.ffn_size is not None:
+        config["ffn_expansion"] = section.ffn_size / section.hidden_size
+    for prefix, layer, neighbour in (("", own, other), ("alt_", other, own)):
+        config[f"{prefix}rope_partial_dim"] = layer.get("rotary_dim", neighbour.get("rotary_dim", 0))
+        config[f"{prefix}rope_theta"] = layer.get("rotary_base", neighbour.get("rotary_base", 10000.0))
+    for layer in layers.values():
+        config |= _layer_config(layer)
+    _refuse_losses(section, config)
+    return config
+
+
+def _layer_config(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the options of one kind of layer as keys of an upstream config."""
+    kind, heads = layer["kind"], layer["num_heads"]
+    config: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "d_head": layer["head_dim"],
+        "use_tokenshift_att": int(layer["token_shift"]),
+        "use_value_residual": int(layer["value_residual"]),
+    }
+    if layer.get("num_kv_heads", heads) != heads:  # the first release has no such key
+        config["num_key_value_heads"] = layer["num_kv_heads"]
+    if kind == "sliding_window":
+        config["swa_window_size"] = layer["window"]
+    if kind == "ovq":
+        config |= dict.fromkeys(("ovq_chunk_size", "ovq_window_size"), layer["chunk"])
+        config["ovq_max_centroids"] = layer["max_centroids"]
+    if kind in ("kvm", "block_window"):
+        config |= {
+            "chunk_len": layer["chunk"],
+            "n_bswa_chunks": layer["window_chunks"],
+            "sink_len": layer["sinks"],
+        }
+    if kind == "kvm":
+        config |= {
+            "state_budget_mode": next(mode for mode, budget in BUDGETS.items() if budget == layer["budget"]),
+            "state_min_len": layer["budget_minimum"],
+            "state_round_down": layer["budget_round"],
+            "n_max_d_chunks": layer["budget_max_chunks"],
+            "state_growth_factor": layer["budget_factor"],
+            "state_growth_exponent": layer["budget_exponent"],
+            "state_saturation_n": layer["budget_saturation"],
+            "kvm_use_merge_gate_keys": int(layer["gate_keys"]),
+            "kvm_use_merge_gate_values": int(layer["gate_values"]),
+            "kvm_apply_merge_gate_to_appends": int(layer["gate_appends"]),
+            "kvm_apply_merge_gate_to_initial_state": int(layer["gate_initial"]),
+            "kvm_use_head_temps": int(layer["temperatures"]),
+            "kvm_use_vlens": int(layer["values"] == "radius"),
+        }
+    return config
+
+
+def _refuse_losses(section: ModelSection, config: Mapping[str, Any]) -> None:
+    """Raise NotSupported naming all that an upstream config does not say of a section."""
+    back = complete(model_section(config))
+    problems = []
+    for layer, (here, there) in enumerate(
+        zip(recipes.layer_specs(section), recipes.layer_specs(back), strict=True)
+    ):
+        pairs = {"kind": (here.kind, there.kind)}
+        if here.kind == there.kind:
+            options = dataclasses.asdict(there.options)
+            pairs = {name: (x, options[name]) for name, x in dataclasses.asdict(here.options).items()}
+        problems += [f"layer {layer}: {name} {x!r}, there {y!r}" for name, (x, y) in pairs.items() if x != y]
+    if ffn_width(section) != ffn_width(back):
+        problems.append(f"feed-forward width {ffn_width(section)}, there {ffn_width(back)}")
+    apart = ("pattern", "expanded", "layers", "ffn_size", "ffn_expansion", "init")
+    for name, value in vars(section).items():
+        if name not in apart and value != getattr(back, name):
+            problems.append(f"model.{name} {value!r}, there {getattr(back, name)!r}")
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise NotSupported(f"the paper's code has no such model: {'; '.join(problems[:5])}{more}")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Read a folder's config.json; empty where there is none."""
+    if not (folder / SETTINGS).is_file():
+        return {}
+    try:
+        found = json.loads((folder / SETTINGS).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConvertError(f"{folder / SETTINGS} is no JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+FORMAT = Format("a model of the Key-Value Means paper's code", recognise, read, write)
