@@ -163,3 +163,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (one, other)))
+
+
+def short_list(names: Collection[str]) -> str:
+    """List the first names; the report's file has all."""
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return ", ".join(list(names)[:12]) + more

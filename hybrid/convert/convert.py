@@ -20,13 +20,11 @@ from hybrid.files import PARTIAL, sync, write_json
 
 from . import CheckFailed, ConvertError
 from .adapt import adapt
-from .common import Format, Model, Options, Tensors
+from .common import Format, Model, Options, Tensors, short_list
 from .formats import FORMATS, recognise
 from .tensor_io import write_shards
 
 REPORT = "conversion.json"
-SHOWN = 12
-"""Names of a list that are printed; the report's file has all."""
 
 
 def convert(
@@ -123,11 +121,11 @@ def _report(
             name for name, tensor in model.tensors.items() if _dtype(tensor) != dtypes.most_common()[0][0]
         ]
         counts = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
-        notes.append(f"of mixed dtype ({counts}): {_names(rare)}")
+        notes.append(f"of mixed dtype ({counts}): {short_list(rare)}")
     if zeros:
-        notes.append(f"all zero: {_names(zeros)}")
+        notes.append(f"all zero: {short_list(zeros)}")
     if not_finite:
-        notes.append(f"with nan or infinity: {_names(not_finite)}")
+        notes.append(f"with nan or infinity: {short_list(not_finite)}")
     return {
         "source": {"path": str(source), "format": source_format},
         "format": to,
@@ -166,7 +164,7 @@ def describe(report: dict[str, Any], dest: Path) -> str:
 def _counted(found: dict[str, Any]) -> str:
     """Count tensors; name those that are not simply copied."""
     copied = all(isinstance(entry, dict) for entry in found.values())
-    return f"{len(found)} tensors" + ("" if copied else f": {_names(found)}")
+    return f"{len(found)} tensors" + ("" if copied else f": {short_list(found)}")
 
 
 def _check(request: dict[str, Any]) -> dict[str, Any]:
@@ -188,8 +186,3 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
 
 def _dtype(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _names(names: Sequence[str] | dict[str, str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(list(names)[:SHOWN]) + more

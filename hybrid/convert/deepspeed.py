@@ -22,7 +22,7 @@ from torch import Tensor
 from hybrid.checkpoint.folder import LATEST
 
 from . import ConvertError, NotSupported, model_folder, paper_folder
-from .common import Format, LazyTensor, Model, Options, Tensors, same_bits, unwrapped
+from .common import Format, LazyTensor, Model, Options, Tensors, same_bits, short_list, unwrapped
 from .tensor_io import load_torch
 
 STATES = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
@@ -76,18 +76,20 @@ def read_tensors(tag: Path) -> tuple[Tensors, list[str]]:
     buffers = first.get("buffer_names") or []
     whole = {name: tensor for name, tensor in first["module"].items() if stage < 3 or name in buffers}
     tensors = {name: LazyTensor.of(tensor) for name, tensor in whole.items()}
-    for name, master in _masters(tag, first, shares, stage):
+    masters = dict(_masters(tag, first, shares, stage))
+    for name, master in masters.items():
         tensors[name] = _checked(tag, name, master, whole.get(name))
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         if stage == 3:
             parts = [model["frozen_param_fragments"][name] for model in models]
             tensors[name] = _joined(parts, shape)
-    for alias, name in (first.get("shared_params") or {}).items():
+    shared = first.get("shared_params") or {}
+    frozen = sorted(tensors.keys() - masters.keys() - set(buffers) - shared.keys()) if shares else []
+    for alias, name in shared.items():
         tensors.setdefault(alias, tensors[name])
     how = f"ZeRO stage {stage} of {len(shares)} processes" if shares else "without ZeRO"
-    frozen = [] if not first.get("frozen_param_shapes") else list(first["frozen_param_shapes"])
     notes = [f"written by DeepSpeed {first.get('ds_version', '?')}, {how}"]
-    return unwrapped(tensors), notes + ([f"frozen: {', '.join(frozen[:12])}"] if frozen else [])
+    return unwrapped(tensors), notes + ([f"frozen in training: {short_list(frozen)}"] if frozen else [])
 
 
 def _tag(path: Path) -> Path:
