@@ -30,7 +30,7 @@ from hybrid import recipe as recipes
 from hybrid.data.tokenizer import Tokenizer
 from hybrid.distributed.world import World
 from hybrid.errors import TrainError
-from hybrid.files import lock, write_json, write_text
+from hybrid.files import lock, sha256, write_json, write_text
 from hybrid.model import HybridLM
 from hybrid.recipe.schema import Recipe
 
@@ -163,6 +163,8 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def tokenizer_of(weights: Path) -> str | None:
-    """Read the fingerprint of the tokenizer that a checkpoint's weights were trained with; None for weights
-    that lie elsewhere. TrainError when the record of it is damaged."""
-    return read_trainer(weights)[1].tokenizer if (weights / TRAINER).is_file() else None
+    """Read the fingerprint of the tokenizer that weights were trained with: a checkpoint's record says it, in
+    a model folder the tokenizer lies beside them; None elsewhere. TrainError when the record is damaged."""
+    if (weights / TRAINER).is_file():
+        return read_trainer(weights)[1].tokenizer
+    return sha256(weights / TOKENIZER) if (weights / TOKENIZER).is_file() else None

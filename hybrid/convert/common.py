@@ -33,7 +33,7 @@ class LazyTensor:
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
         """Wrap a tensor that is at hand (or in a file mapped to memory)."""
-        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
     @property
     def nbytes(self) -> int:

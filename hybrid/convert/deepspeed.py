@@ -187,7 +187,9 @@ def _cut(flat: Sequence[Tensor], start: int, size: int) -> list[Tensor]:
 def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> LazyTensor:
     """Join flat parts to one tensor when it is read; what is beyond its elements is padding."""
     size = math.prod(shape)
-    return LazyTensor(tuple(shape), parts[0].dtype, lambda: torch.cat(list(parts))[:size].view(tuple(shape)))
+    return LazyTensor(
+        tuple(shape), parts[0].dtype, lambda: torch.cat(list(parts)).detach()[:size].view(tuple(shape))
+    )
 
 
 def _checked(tag: Path, name: str, master: LazyTensor, computed: Tensor | None) -> LazyTensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hybrid import recipe as recipes
 from hybrid.checkpoint.folder import TRAINER
-from hybrid.checkpoint.run import RECIPE, TOKENIZER, newest_weights
+from hybrid.checkpoint.run import CHECKPOINTS, RECIPE, TOKENIZER, newest_weights
 from hybrid.checkpoint.tensor_files import weight_files
 from hybrid.files import write_text
 
@@ -33,10 +33,9 @@ def recognise(path: Path) -> str | None:
     its tensors' names."""
     if is_weights(path):
         return f"tensor {MARKS[0]}" if read_state_dict(path)[0].keys() >= set(MARKS) else None
-    for folder, name in ((path, RECIPE), (path.parent.parent, TRAINER)):
-        if (path / name).is_file() and (folder / RECIPE).is_file():
-            return name
-    return None
+    if (path / RECIPE).is_file() and (weight_files(path) or (path / CHECKPOINTS).is_dir()):
+        return RECIPE
+    return TRAINER if (path / TRAINER).is_file() and (path.parent.parent / RECIPE).is_file() else None
 
 
 def read(path: Path, options: Options) -> Model:

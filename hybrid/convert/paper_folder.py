@@ -22,6 +22,8 @@ from .kvm_paper import BUDGETS, LETTERS, from_upstream, model_section, our_name,
 from .tensor_io import is_weights, read_state_dict
 
 SETTINGS = "config.json"
+UNCAPPED = 10**9
+"""Chunks that a state may have where nothing limits it: the paper's code asks for a number."""
 MARK = "transformer.ln_emb.weight"
 """A tensor that every model of the paper's code has."""
 
@@ -70,11 +72,10 @@ def upstream_config(section: ModelSection) -> dict[str, Any]:
 
     The config is translated back, and every difference is refused with NotSupported, naming the key.
     """
-    specs = recipes.layer_specs(section)
-    letters = [spec.letter for spec in specs]
-    layers = {spec.letter: {"kind": spec.kind, **dataclasses.asdict(spec.options)} for spec in specs}
+    letters = [spec.letter for spec in recipes.layer_specs(section)]
+    layers = dict(zip(letters, _resolved(section), strict=True))
     mixers = {DEFAULT_LETTERS[letter]: mixer for mixer, letter in LETTERS.items()}
-    if foreign := [spec.kind for spec in specs if spec.kind not in mixers]:
+    if foreign := [layer["kind"] for layer in layers.values() if layer["kind"] not in mixers]:
         raise NotSupported(f"the paper's code has no {foreign[0]}; it has {', '.join(mixers)}")
     if len(layers) > 2:
         raise NotSupported(
@@ -110,6 +111,16 @@ def upstream_config(section: ModelSection) -> dict[str, Any]:
         config |= _layer_config(layer)
     _refuse_losses(section, config)
     return config
+
+
+def _resolved(section: ModelSection) -> list[dict[str, Any]]:
+    """List kind and options of every layer, with the numbers that options left open come to."""
+    layers = []
+    for spec, mixer in zip(recipes.layer_specs(section), meta_model(section).mixers, strict=True):
+        options = {"kind": spec.kind, **dataclasses.asdict(spec.options)}
+        given = {"budget_max_chunks": UNCAPPED} | vars(mixer)
+        layers.append({name: given.get(name) if x is None else x for name, x in options.items()})
+    return layers
 
 
 def _layer_config(layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,15 +167,12 @@ def _layer_config(layer: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_losses(section: ModelSection, config: Mapping[str, Any]) -> None:
     """Raise NotSupported naming all that an upstream config does not say of a section."""
     back = complete(model_section(config))
-    problems = []
-    for layer, (here, there) in enumerate(
-        zip(recipes.layer_specs(section), recipes.layer_specs(back), strict=True)
-    ):
-        pairs = {"kind": (here.kind, there.kind)}
-        if here.kind == there.kind:
-            options = dataclasses.asdict(there.options)
-            pairs = {name: (x, options[name]) for name, x in dataclasses.asdict(here.options).items()}
-        problems += [f"layer {layer}: {name} {x!r}, there {y!r}" for name, (x, y) in pairs.items() if x != y]
+    problems = [
+        f"layer {layer}: {name} {here.get(name)!r}, there {there.get(name)!r}"
+        for layer, (here, there) in enumerate(zip(_resolved(section), _resolved(back), strict=True))
+        for name in (here if here["kind"] == there["kind"] else ("kind",))
+        if here.get(name) != there.get(name)
+    ]
     if ffn_width(section) != ffn_width(back):
         problems.append(f"feed-forward width {ffn_width(section)}, there {ffn_width(back)}")
     apart = ("pattern", "expanded", "layers", "ffn_size", "ffn_expansion", "init")
