@@ -111,18 +111,23 @@ def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]
     recipe = recipes.load(run / RECIPE, saved=True, model_only=True)
     weights = newest_weights(run)
     tokenizer = Tokenizer.load(run / TOKENIZER)
-    trained_with = tokenizer_of(weights)
-    if trained_with not in (None, tokenizer.fingerprint):
-        raise TrainError(
-            f"{weights} was trained with another tokenizer (fingerprint {trained_with[:12]}) than "
-            f"{run / TOKENIZER} (fingerprint {tokenizer.fingerprint[:12]})"
-        )
+    check_tokenizer(run, weights)
     model = HybridLM.from_recipe(recipe)
     try:
         model.load_state_dict(load_weights(weights))
     except RuntimeError as error:
         raise TrainError(f"{weights} does not fit {run / RECIPE}: {error}") from error
     return model, tokenizer, recipe
+
+
+def check_tokenizer(run: Path, weights: Path) -> None:
+    """Raise TrainError unless the weights were trained with the tokenizer that lies in the run directory."""
+    trained_with, there = tokenizer_of(weights), sha256(run / TOKENIZER)
+    if trained_with not in (None, there):
+        raise TrainError(
+            f"{weights} was trained with another tokenizer (fingerprint {trained_with[:12]}) than "
+            f"{run / TOKENIZER} (fingerprint {there[:12]})"
+        )
 
 
 def newest_weights(path: str | os.PathLike[str]) -> Path:
@@ -132,6 +137,8 @@ def newest_weights(path: str | os.PathLike[str]) -> Path:
     """
     run = Path(path)
     if weight_files(run):
+        if (run / MANIFEST).is_file() and (fault := _weights_fault(run)):
+            raise TrainError(f"{run} is damaged: {fault}")
         return run
     faults: list[str] = []
     for tag in reversed(tags_in(run / CHECKPOINTS)):

@@ -63,8 +63,8 @@ def convert(
         if check:
             progress("checking what was written")
             request = {
-                "source": str(source), "from": source_format, "options": dataclasses.asdict(options),
-                "overrides": list(overrides), "dest": str(partial), "to": to,
+                "source": str(given.place or source), "from": source_format, "dest": str(partial), "to": to,
+                "options": dataclasses.asdict(options), "overrides": list(overrides),
             }  # fmt: skip
             report["check"] = _check(request)
         write_json(partial / REPORT, report)
@@ -170,7 +170,7 @@ def _counted(found: dict[str, Any]) -> str:
 def _check(request: dict[str, Any]) -> dict[str, Any]:
     """Compare source and result in a fresh process; CheckFailed where they differ."""
     done = subprocess.run(
-        [sys.executable, "-m", "hybrid.convert.check"],
+        [sys.executable, "-P", "-m", "hybrid.convert.check"],
         input=json.dumps(request), capture_output=True, text=True,
     )  # fmt: skip
     try:

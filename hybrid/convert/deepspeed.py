@@ -63,7 +63,7 @@ def read(path: Path, options: Options) -> Model:
     near = (tag, tag.parent, tag.parent.parent)
     place = next((folder for folder in near if (folder / form.SETTINGS).is_file()), tag)
     model: Model = form.of_tensors(tensors, place, options)
-    model.notes += [f"weights of {tag.name}", *notes]
+    model.place, model.notes = tag, [*model.notes, f"weights of {tag.name}", *notes]
     return model
 
 

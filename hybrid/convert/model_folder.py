@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hybrid import recipe as recipes
 from hybrid.checkpoint.folder import TRAINER
-from hybrid.checkpoint.run import CHECKPOINTS, RECIPE, TOKENIZER, newest_weights
+from hybrid.checkpoint.run import CHECKPOINTS, RECIPE, TOKENIZER, check_tokenizer, newest_weights
 from hybrid.checkpoint.tensor_files import weight_files
 from hybrid.files import write_text
 
@@ -46,7 +46,9 @@ def read(path: Path, options: Options) -> Model:
     else:
         run, weights = path if (path / RECIPE).is_file() else path.parent.parent, newest_weights(path)
         model = of_tensors(read_safetensors(weight_files(weights)), run, options)
-        notes = [f"weights of {weights.name}"] if weights != path else []
+        if model.tokenizer:
+            check_tokenizer(run, weights)
+        model.place, notes = weights, [f"weights of {weights.name}"] if weights != path else []
     model.notes += notes
     return model
 

@@ -228,7 +228,7 @@ def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path, capsy
     words = capsys.readouterr().err
     assert "missing tensor 'norm.bias'" in words
     assert "unknown tensor 'blocks.1.ffn.c_fc.weight'" in words
-    assert "'norm.weight' is (63,), its settings ask for (64,)" in words
+    assert "'norm.weight' is (63,), the config asks for (64,)" in words
     assert "'embedding.weight' is torch.int8" in words
 
 

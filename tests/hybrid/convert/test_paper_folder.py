@@ -157,7 +157,7 @@ def test_patterns_become_periods_and_come_back(pattern, period):
 
 @pytest.mark.parametrize("pattern", ["WWK", "WKKWKW", "KFRK", "FWFWWF"])
 def test_other_patterns_are_refused(pattern):
-    with pytest.raises(NotSupported, match="kinds of layers|layers 0, n, 2n"):
+    with pytest.raises(NotSupported, match=r"kinds of layers|layers 0, n, 2n"):
         upstream_config(complete(section(pattern)))
 
 
