@@ -147,7 +147,7 @@ def fit(tensors: Tensors, section: ModelSection, source: Any) -> Model:
 def refuse_misfits(
     tensors: Mapping[str, Any], wanted: Mapping[str, Any], source: Any, shown: Callable[[str], str] = str
 ) -> None:
-    """Raise ConvertError naming every missing, unknown, misshapen or non-float tensor, as `shown` writes it."""
+    """Raise ConvertError naming (as `shown` does) every missing, unknown, misshapen or non-float tensor."""
     problems = [f"missing tensor '{shown(name)}'" for name in wanted if name not in tensors]
     for name, tensor in tensors.items():
         if name not in wanted:

@@ -36,7 +36,9 @@ def odd(tied=False, **changes) -> ModelSection:
     return complete(ModelSection(**{**ODD, **changes}, tie_embeddings=tied))
 
 
-def write_checkpoint(folder: str, stage: int, precision: str, tied: bool, frozen: bool, zero=(), section=()):
+def write_checkpoint(
+    folder: str, stage: int, precision: str, tied: bool, frozen: bool, config=(), section=()
+):
     """Train three steps and save, on every rank; returns all weights in fp32 (frozen ones as they are)."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
@@ -49,17 +51,18 @@ def write_checkpoint(folder: str, stage: int, precision: str, tied: bool, frozen
             parameter.requires_grad_(not frozen or not name.startswith(("embedding.", "blocks.0.mixer.")))
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [[p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]]
-    config = {
+    settings = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, **dict(zero)},
+        "zero_optimization": {"stage": stage},
         "bf16": {"enabled": precision == "bf16"},
         "steps_per_print": 10**9,
+        **dict(config),
     }
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-2)
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
+            model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
         for step in range(3):
             row = ids(24, seed=3 * engine.global_rank + step, vocab=317)
@@ -69,7 +72,7 @@ def write_checkpoint(folder: str, stage: int, precision: str, tied: bool, frozen
         engine.save_checkpoint(folder)
     weights = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (stage or precision == "bf16"):
+        if parameter.requires_grad and stage:
             weights[name] = safe_get_full_fp32_param(parameter).clone()
         else:
             with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
@@ -78,8 +81,14 @@ def write_checkpoint(folder: str, stage: int, precision: str, tied: bool, frozen
     return weights
 
 
+FP32_ACCUMULATION = {
+    "bf16": {"enabled": True, "check_grad_overflow": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
 CASES = {
     "alone": (1, 0, "fp32", False, False),
+    "stage 1, bf16, gradients in fp32": (2, 1, "bf16", False, True, FP32_ACCUMULATION),
+    "without ZeRO, bf16": (2, 0, "bf16", True, False),
     "data parallel, tied, frozen": (2, 0, "fp32", True, True),
     "stage 1, bf16, tied": (2, 1, "bf16", True, False),
     "stage 1, frozen": (2, 1, "fp32", False, True),
@@ -98,9 +107,9 @@ def as_recipe(folder: Path, tied=False) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_of_the_real_engine_becomes_the_model_that_was_trained(rank_pools, case, tmp_path, capsys):
-    size, stage, precision, tied, frozen = CASES[case]
+    size, stage, precision, tied, frozen, *more = CASES[case]
     source = tmp_path / "source"
-    weights, *_ = rank_pools(size).run(write_checkpoint, str(source), stage, precision, tied, frozen)
+    weights, *_ = rank_pools(size).run(write_checkpoint, str(source), stage, precision, tied, frozen, *more)
     recipe = as_recipe(tmp_path, tied)
     checks = [] if case.startswith("stage 3, three") else ["--no-check"]
     assert main(["convert", str(source), str(tmp_path / "made"), "--recipe", str(recipe), *checks]) == 0
@@ -113,6 +122,7 @@ def test_a_folder_of_the_real_engine_becomes_the_model_that_was_trained(rank_poo
     assert all(t.any() for name, t in made.items() if weights[name].any())
     report = json.loads((tmp_path / "made/conversion.json").read_text())
     assert ("head.weight" in report["dropped"]) == (tied and stage > 0)
+    assert ("fp32 masters that have no names" in said) == (case == "without ZeRO, bf16")
     assert ("frozen in training: blocks.0.mixer" in said) == (frozen and stage > 0)
 
 
@@ -213,7 +223,7 @@ def test_without_a_recipe_it_is_asked_for(copied, tmp_path, capsys):
 
 def test_masters_whose_place_deepspeed_records_wrongly_are_refused(rank_pools, tmp_path, capsys):
     """Its option round_robin_gradients reorders parameters, and its record of their places stays behind."""
-    options = {"round_robin_gradients": True}
+    options = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
     rank_pools(2).run(write_checkpoint, str(tmp_path / "run"), 2, "fp32", False, False, options)
     as_recipe(tmp_path / "run")
     assert "is not the weight that the module has" in refused(capsys, tmp_path / "run", tmp_path)
