@@ -22,6 +22,29 @@ from .kvm_paper import BUDGETS, LETTERS, from_upstream, model_section, our_name,
 from .tensor_io import is_weights, read_state_dict
 
 SETTINGS = "config.json"
+OPTION_KEYS = {
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "d_head": "head_dim",
+    "use_tokenshift_att": "token_shift",
+    "use_value_residual": "value_residual",
+    "swa_window_size": "window",
+    "n_bswa_chunks": "window_chunks",
+    "sink_len": "sinks",
+    "state_min_len": "budget_minimum",
+    "state_round_down": "budget_round",
+    "state_growth_factor": "budget_factor",
+    "state_growth_exponent": "budget_exponent",
+    "state_saturation_n": "budget_saturation",
+    "n_max_d_chunks": "budget_max_chunks",
+    "kvm_use_merge_gate_keys": "gate_keys",
+    "kvm_use_merge_gate_values": "gate_values",
+    "kvm_apply_merge_gate_to_appends": "gate_appends",
+    "kvm_apply_merge_gate_to_initial_state": "gate_initial",
+    "kvm_use_head_temps": "temperatures",
+    "ovq_max_centroids": "max_centroids",
+}
+"""Upstream's key -> our option, where the two mean the same."""
 UNCAPPED = 10**9
 """Chunks that a state may have where nothing limits it: the paper's code asks for a number."""
 MARK = "transformer.ln_emb.weight"
@@ -125,42 +148,17 @@ def _resolved(section: ModelSection) -> list[dict[str, Any]]:
 
 def _layer_config(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Write the options of one kind of layer as keys of an upstream config."""
-    kind, heads = layer["kind"], layer["num_heads"]
-    config: dict[str, Any] = {
-        "num_attention_heads": heads,
-        "d_head": layer["head_dim"],
-        "use_tokenshift_att": int(layer["token_shift"]),
-        "use_value_residual": int(layer["value_residual"]),
-    }
-    if layer.get("num_kv_heads", heads) != heads:  # the first release has no such key
-        config["num_key_value_heads"] = layer["num_kv_heads"]
-    if kind == "sliding_window":
-        config["swa_window_size"] = layer["window"]
-    if kind == "ovq":
+    config = {key: layer[option] for key, option in OPTION_KEYS.items() if option in layer}
+    config = {key: int(value) if isinstance(value, bool) else value for key, value in config.items()}
+    if config.get("num_key_value_heads") == layer["num_heads"]:
+        del config["num_key_value_heads"]  # the first release has no such key
+    if layer["kind"] == "ovq":
         config |= dict.fromkeys(("ovq_chunk_size", "ovq_window_size"), layer["chunk"])
-        config["ovq_max_centroids"] = layer["max_centroids"]
-    if kind in ("kvm", "block_window"):
-        config |= {
-            "chunk_len": layer["chunk"],
-            "n_bswa_chunks": layer["window_chunks"],
-            "sink_len": layer["sinks"],
-        }
-    if kind == "kvm":
-        config |= {
-            "state_budget_mode": next(mode for mode, budget in BUDGETS.items() if budget == layer["budget"]),
-            "state_min_len": layer["budget_minimum"],
-            "state_round_down": layer["budget_round"],
-            "n_max_d_chunks": layer["budget_max_chunks"],
-            "state_growth_factor": layer["budget_factor"],
-            "state_growth_exponent": layer["budget_exponent"],
-            "state_saturation_n": layer["budget_saturation"],
-            "kvm_use_merge_gate_keys": int(layer["gate_keys"]),
-            "kvm_use_merge_gate_values": int(layer["gate_values"]),
-            "kvm_apply_merge_gate_to_appends": int(layer["gate_appends"]),
-            "kvm_apply_merge_gate_to_initial_state": int(layer["gate_initial"]),
-            "kvm_use_head_temps": int(layer["temperatures"]),
-            "kvm_use_vlens": int(layer["values"] == "radius"),
-        }
+    elif "chunk" in layer:
+        config["chunk_len"] = layer["chunk"]
+    if layer["kind"] == "kvm":
+        config["state_budget_mode"] = next(m for m, budget in BUDGETS.items() if budget == layer["budget"])
+        config["kvm_use_vlens"] = int(layer["values"] == "radius")
     return config
 
 
