@@ -14,7 +14,8 @@ from pathlib import Path
 
 from .arguments import Parser, UsageError, count, option, part, path, port, rank, size
 
-CONVERT_FORMATS = ("hybrid", "deepspeed", "paper", "hf")
+CONVERT_FORMATS = ("hybrid", "deepspeed", "paper")
+"""The names in `hybrid.convert.formats`, which imports torch."""
 
 
 @dataclass(frozen=True)

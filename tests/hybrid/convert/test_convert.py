@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from hybrid import recipe as recipes
 from hybrid.checkpoint.run import load_run
+from hybrid.cli.commands import CONVERT_FORMATS
 from hybrid.cli.main import main
 from hybrid.convert import convert as module
 from hybrid.convert.common import LazyTensor, complete, same_bits
+from hybrid.convert.formats import FORMATS
 from hybrid.recipe.letters import layer_specs
 from tests.hybrid.mini import mini, section
 
@@ -95,6 +97,10 @@ def test_a_destination_is_there_whole_or_not_at_all(source, tmp_path, monkeypatc
     assert convert(source, tmp_path / "made") in (2, 130)
     assert not (tmp_path / "made").exists()
     assert not leftovers(tmp_path)
+
+
+def test_the_command_knows_every_format():
+    assert set(CONVERT_FORMATS) == set(FORMATS)
 
 
 def test_an_existing_destination_is_refused(source, tmp_path, capsys):
@@ -309,3 +315,15 @@ def test_settings_survive_a_second_conversion(source, tmp_path):
         for name in ("one", "two")
     ]
     assert specs[0] == specs[1] == layer_specs(complete(section("KRWF")))
+
+
+def test_a_recipe_can_be_based_on_a_model_folder(source, tmp_path):
+    assert convert(source, tmp_path / "made") == 0
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(
+        "base: made/recipe.yaml\ndata: {folder: d, sources: {a: {paths: [a]}}}\noptimizer: {lr: 1e-3}\n"
+        f"train: {{output: o, steps: 1, batch_size: 1, init_from: {tmp_path / 'made'}}}\n"
+    )
+    assert recipes.load(mine).model == recipes.load(tmp_path / "made/recipe.yaml", model_only=True).model
+    with pytest.raises(recipes.RecipeError, match=r"optimizer\.lr"):
+        recipes.load(tmp_path / "made/recipe.yaml")
