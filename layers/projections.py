@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import value_residual
 from .base import Flops, Mixer, Site
 from .context import Context
-from .context_parallel import SequenceShard, heads_per_rank
+from .context_parallel import SequenceShard, heads_per_rank, padded
 from .errors import LayerError
 from .heads import Heads, ProjectionOptions
 from .norms import make_norm
@@ -309,7 +309,8 @@ class ProjectedMixer(Mixer):
             moved = (2 * halo + size * self.sinks_before(self.options)) * self.kv_width
         else:
             queries, keys = heads_per_rank(self.num_heads, size), heads_per_rank(self.num_kv_heads, size)
-            moved = tokens * ((2 * queries + 2 * keys) * self.head_dim + keys * self._gates())
+            queries, keys, gates = queries * self.head_dim, keys * self.head_dim, keys * self._gates()
+            moved = tokens * (padded(queries) + 2 * padded(keys) + padded(gates) + queries)
         if self.options.token_shift:
             moved += self.q_width + 2 * self.kv_width
         return rows * (size - 1) * moved * element_size

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .indices import on_device
+
 STYLES = ("paper", "standard")
 
 
@@ -32,7 +34,10 @@ def frequencies(rotary_dim: int, base: float, style: str, device: torch.device |
 
 
 def positions(
-    tokens: int, start: int | Sequence[int] = 0, lengths: tuple[int, ...] = (), device=None
+    tokens: int,
+    start: int | Sequence[int] = 0,
+    lengths: tuple[int, ...] = (),
+    device: torch.device = torch.device("cpu"),
 ) -> Tensor:
     """List absolute positions `[T]` from `start`; in packed documents from 0 in each, or from each one's
     start."""
@@ -41,7 +46,7 @@ def positions(
         return torch.arange(start, start + tokens, device=device)
     starts = [0] * len(lengths) if isinstance(start, int) else start
     ranges = zip(starts, lengths, strict=True)
-    return torch.cat([torch.arange(first, first + length, device=device) for first, length in ranges])
+    return on_device(torch.cat([torch.arange(first, first + length) for first, length in ranges]), device)
 
 
 def rotary(positions: Tensor, rotary_dim: int, base: float, style: str) -> Rotary:

@@ -151,12 +151,36 @@ def test_a_model_folder_is_loaded_trained_from_and_generated_with(rank_pools, ti
     # one checkpoint of a run, and weights of another tokenizer
     (tag,) = [path for path in (tmp_path / "run/checkpoints").iterdir() if path.is_dir()][-1:]
     assert convert(tag, tmp_path / "of tag") == 0
-    model_file = tmp_path / "made/tokenizer.model"
-    model_file.write_bytes(model_file.read_bytes() + b"\n")
+    record = report(tmp_path / "made")
+    assert record["tokenizer"] == tokenizer.fingerprint
+    (tmp_path / "made/conversion.json").write_text(json.dumps(record | {"tokenizer": "0" * 64}))
     (refused,) = rank_pools(1).run(
         tiny.run, tiny_recipe, tmp_path / "other", train__steps=1, train__init_from=tmp_path / "made"
     )
     assert "another tokenizer" in refused[1]
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "made")]) == 2
+    assert "was trained with another tokenizer" in capsys.readouterr().err
+
+
+def test_settings_beside_a_model_are_not_trusted(rank_pools, tiny_recipe, tmp_path, capsys):
+    """As of a run: the record of the conversion counts, and what recipe.yaml says otherwise is said."""
+    from tests.hybrid.train import tiny
+
+    rank_pools(1).run(tiny.run, tiny_recipe, tmp_path / "run", train__steps=1)
+    assert convert(tmp_path / "run", tmp_path / "made") == 0
+    path = tmp_path / "made/recipe.yaml"
+    path.write_text(path.read_text().replace("residual_scale: 1.0", "residual_scale: 2.0"))
+    capsys.readouterr()
+    model, _, _ = load_run(tmp_path / "made")
+    assert model.section.residual_scale == 1.0
+    assert "model.residual_scale is 2.0 there, used is 1.0" in capsys.readouterr().err
+    (tmp_path / "made/conversion.json").write_text("{}")
+    assert main(["generate", str(tmp_path / "made")]) == 2
+    assert "conversion.json is damaged" in capsys.readouterr().err
+    (tmp_path / "made/conversion.json").unlink()
+    assert main(["generate", str(tmp_path / "made")]) == 2
+    assert "or conversion.json of a model folder" in capsys.readouterr().err
 
 
 def test_a_changed_pattern_keeps_what_has_a_place_and_names_the_rest(source, tmp_path, capsys):
