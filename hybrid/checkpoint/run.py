@@ -14,6 +14,7 @@ RUN/
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -47,6 +48,8 @@ from .folder import (
 from .tensor_files import SUFFIX, Reader, weight_files
 
 RECIPE, TOKENIZER, CHECKPOINTS = "recipe.yaml", "tokenizer.model", "checkpoints"
+CONVERSION = "conversion.json"
+"""What `hybrid convert` writes into a folder beside the model: settings, origin, report."""
 PACKAGES = ("kvm-hybrid", "torch", "deepspeed", "numpy", "sentencepiece", "grain", "safetensors", "omegaconf")
 
 
@@ -114,40 +117,69 @@ def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]
     What lies beside the weights is not trusted: the recipe is that which the checkpoint was written with, and
     where recipe.yaml describes another model, that is said on standard error.
 
-    `path` may also be a folder with the files of one checkpoint and tokenizer.model.
+    `path` may also be a folder with the files of one checkpoint and tokenizer.model, or a model folder that
+    `hybrid convert` wrote, whose conversion.json has the recipe's model section.
 
     Raises TrainError when the folder holds no whole checkpoint, or has another tokenizer than that which the
     weights were trained with.
     """
     run = Path(path)
     weights = newest_weights(run)
-    if absent := [name for name in (TRAINER, MANIFEST) if not (weights / name).is_file()]:
+    recipe = recorded_recipe(weights)
+    if recipe is None:
         raise TrainError(
-            f"{weights} holds weights without {' and '.join(absent)}, which say with which recipe and "
-            f"tokenizer they were trained: give the run directory, or put all files of its checkpoint there"
+            f"{weights} holds weights without {TRAINER} and {MANIFEST} of a checkpoint, or {CONVERSION} of a "
+            "model folder, which say with which recipe and tokenizer they were trained: give the run "
+            "directory, put all files of its checkpoint there, or make a model folder with hybrid convert"
         )
-    origin = read_trainer(weights)[1]
-    recipe = recipes.from_saved(origin.recipe, str(weights / TRAINER))
     if (run / RECIPE).exists():
         _say_differences(run / RECIPE, recipe)
     tokenizer = Tokenizer.load(run / TOKENIZER)
-    if origin.tokenizer != tokenizer.fingerprint:
-        raise TrainError(
-            f"{weights} was trained with another tokenizer (fingerprint {origin.tokenizer[:12]}) than "
-            f"{run / TOKENIZER} (fingerprint {tokenizer.fingerprint[:12]})"
-        )
+    check_tokenizer(weights, tokenizer.fingerprint, run / TOKENIZER)
     model = HybridLM.from_recipe(recipe)
     try:
         model.load_state_dict(load_weights(weights))
     except RuntimeError as error:
-        raise TrainError(f"{weights} does not fit the recipe in its {TRAINER}: {error}") from error
+        raise TrainError(f"{weights} does not fit the recipe recorded there: {error}") from error
     return model, tokenizer, recipe
+
+
+def recorded_recipe(weights: Path) -> Recipe | None:
+    """Read the recipe (of a model folder the model section) that weights were trained with; None for weights
+    without a record of it. TrainError or RecipeError when the record is damaged."""
+    if (weights / TRAINER).is_file() and (weights / MANIFEST).is_file():
+        return recipes.from_saved(read_trainer(weights)[1].recipe, str(weights / TRAINER))
+    if (record := conversion_record(weights)) is not None:
+        return recipes.from_saved({"model": record["settings"]}, str(weights / CONVERSION), model_only=True)
+    return None
+
+
+def conversion_record(folder: Path) -> dict[str, Any] | None:
+    """Read the record of a model folder that `hybrid convert` wrote; None where there is none, or of a folder
+    in another format."""
+    try:
+        found = json.loads((folder / CONVERSION).read_bytes())
+        return found if found["format"] == "hybrid" and isinstance(found["settings"], dict) else None
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TrainError(f"{folder / CONVERSION} is damaged ({error})") from None
+
+
+def check_tokenizer(weights: Path, fingerprint: str, path: Path) -> None:
+    """Raise TrainError where weights were trained with another tokenizer than that of the file `path`."""
+    trained_with = tokenizer_of(weights)
+    if trained_with not in (None, fingerprint):
+        raise TrainError(
+            f"{weights} was trained with another tokenizer (fingerprint {trained_with[:12]}) than "
+            f"{path} (fingerprint {fingerprint[:12]})"
+        )
 
 
 def _say_differences(path: Path, used: Recipe) -> None:
     """Name on standard error what a run's recipe file says of the model otherwise than its checkpoint."""
     try:
-        beside = vars(recipes.load(path, saved=True).model)
+        beside = vars(recipes.load(path, saved=True, model_only=True).model)
     except RecipeError as error:
         differing = [f"it cannot be read ({'; '.join(error.problems)})"]
     else:
@@ -206,6 +238,8 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def tokenizer_of(weights: Path) -> str | None:
-    """Read the fingerprint of the tokenizer that a checkpoint's weights were trained with; None for weights
-    that lie elsewhere. TrainError when the record of it is damaged."""
-    return read_trainer(weights)[1].tokenizer if (weights / TRAINER).is_file() else None
+    """Read the fingerprint of the tokenizer that weights of a checkpoint or model folder were trained with;
+    None where that is not known. TrainError when the record of it is damaged."""
+    if (weights / TRAINER).is_file():
+        return read_trainer(weights)[1].tokenizer
+    return (conversion_record(weights) or {}).get("tokenizer")

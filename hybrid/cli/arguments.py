@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -55,6 +56,14 @@ def count(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise ArgumentTypeError(f"'{text}' is not a whole number of {least} or more")
     return int(text)
+
+
+def size(text: str) -> int:
+    """Read a number of bytes, such as 4GB or 500MB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if found is None or float(found[1]) == 0:
+        raise ArgumentTypeError(f"'{text}' is not a number of bytes such as 4GB or 500MB")
+    return max(1, int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")))
 
 
 def path(text: str) -> str:

@@ -6,11 +6,16 @@ import argparse
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 
-from .arguments import Parser, UsageError, count, option, part, path, port, rank
+from .arguments import Parser, UsageError, count, option, part, path, port, rank, size
+
+CONVERT_FORMATS = ("hybrid", "deepspeed", "paper")
+"""The names in `hybrid.convert.formats`, which imports torch."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +229,57 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _declare_convert(parser: Parser) -> None:
+    formats = ", ".join(CONVERT_FORMATS)
+    parser.add_argument("source", metavar="SOURCE", help="a run, checkpoint or model", type=path)
+    parser.add_argument("dest", metavar="DEST", help="a new folder", type=path)
+    changed = "model keys changed on the way (model.pattern=...), or keys of the source's own config"
+    parser.add_argument("settings", metavar="key=value", nargs="*", help=changed)
+    to = f"{formats} (default: %(default)s, what hybrid generate and train.init_from read)"
+    parser.add_argument("--to", choices=CONVERT_FORMATS, default="hybrid", metavar="FORMAT", help=to)
+    known = f"{formats} (default: by its content)"
+    parser.add_argument("--from", choices=CONVERT_FORMATS, dest="source_format", metavar="FORMAT", help=known)
+    option(parser, "--recipe", "RECIPE", "what the source was trained with, where it does not say")
+    option(parser, "--shard-size", "SIZE", "bytes of a file at most", size, "4GB")
+    unchecked = "do not compare tensors and logits of source and result"
+    parser.add_argument("--no-check", action="store_true", help=unchecked)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from hybrid.convert.common import Options
+    from hybrid.convert.convert import convert, describe
+
+    if wrong := [text for text in arguments.settings if not text.partition("=")[1]]:
+        raise UsageError(f"'{wrong[0]}' is no key=value")
+    overrides = [text for text in arguments.settings if text.startswith("model.")]
+    own = dict(text.split("=", 1) for text in arguments.settings if text not in overrides)
+    dest = Path(arguments.dest)
+    with progress_line() as say:
+        report = convert(
+            Path(arguments.source),
+            dest,
+            arguments.to,
+            arguments.source_format,
+            Options(arguments.recipe, own),
+            overrides,
+            arguments.shard_size,
+            not arguments.no_check,
+            say,
+        )
+    print(describe(report, dest))
+    return 0
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """Give a function that shows its text in one line on a terminal, each in place of the last."""
+    terminal = sys.stderr.isatty()
+    say = partial(print, end="\033[K\r", file=sys.stderr, flush=True)
+    yield say if terminal else lambda text: None
+    if terminal:
+        say("")
+
+
 def _declare_bench(parser: Parser) -> None:
     _declare_recipe(parser)
     option(parser, "--output", "DIR", "keep model.json there", path)
@@ -277,6 +333,12 @@ COMMANDS = {
         "hybrid generate runs/quickstart --prompt 'def main(' --temperature 0.8 --samples 3",
         _declare_generate,
         _generate,
+    ),
+    "convert": Command(
+        "Convert a model from and to other formats; recognises the source, checks and reports the result.",
+        "hybrid convert runs/quickstart exported --shard-size 2GB",
+        _declare_convert,
+        _convert,
     ),
     "verify": Command(
         "Compare this machine's results with stored test vectors; exit 1 when one differs.",

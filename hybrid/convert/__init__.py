@@ -9,3 +9,9 @@ class ConvertError(UserError):
 
 class NotSupported(ConvertError):
     """A foreign model that may be fine, but uses something this project does not have."""
+
+
+class CheckFailed(ConvertError):
+    """A conversion whose result is not what it should be; nothing was kept."""
+
+    exit_code = 1

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from hybrid.convert import ConvertError, NotSupported
 from hybrid.recipe.letters import layer_specs
 from hybrid.recipe.pattern import DEFAULT_LETTERS, compress
 from hybrid.recipe.schema import ModelSection
+
+from .common import LazyTensor, refuse_misfits
+
+T = TypeVar("T", Tensor, LazyTensor)
 
 LETTERS = {"kvm": "K", "gptalpha": "F", "gptalpha_bswa": "B", "swa": "W", "rwkv7": "R", "ovq": "Q"}
 """Upstream mixer -> letter of our default table."""
@@ -281,7 +284,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return names.get(head, head) + dot + tail
 
 
-def from_upstream(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_upstream(tensors: Mapping[str, T], expected: Mapping[str, Tensor]) -> dict[str, T]:
     """Convert upstream's state dict to our names and shapes.
 
     Args:
@@ -290,45 +293,39 @@ def from_upstream(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
     Raises ConvertError that names every unknown, missing or misshapen tensor.
     """
-    unread, opened = _unread(tensors), _opened(tensors)
-    converted: dict[str, Tensor] = {}
-    problems: list[str] = []
+    needless, opened = unread(tensors), _opened(tensors)
+    converted: dict[str, T] = {}
+    names: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if name in unread:
-            continue
-        try:
-            ours = our_name(name)
-            wanted = expected[ours].shape
-        except (ConvertError, KeyError):
-            problems.append(f"unknown tensor '{name}'")
-            continue
-        converted[ours] = tensor.flatten() if name in opened else tensor
-        if converted[ours].shape != wanted:
-            problems.append(f"tensor '{name}' is {tuple(tensor.shape)}, the config asks for {tuple(wanted)}")
-    problems += [f"missing tensor '{upstream_name(name)}'" for name in expected if name not in converted]
-    if problems:
-        raise ConvertError(_listed(problems))
+        if name not in needless:
+            try:
+                ours = our_name(name)
+            except ConvertError:
+                ours = name
+            converted[ours], names[ours] = tensor.flatten() if name in opened else tensor, name
+    refuse_misfits(converted, expected, "the state dict", lambda ours: names.get(ours) or upstream_name(ours))
     return converted
 
 
-def to_upstream(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_upstream(tensors: Mapping[str, T]) -> dict[str, T]:
     """Convert our state dict to upstream's names and shapes, with the tensors that only upstream has."""
     converted = {upstream_name(name): tensor for name, tensor in tensors.items()}
     for name in _opened(converted):
         converted[name] = converted[name].reshape(1, 1, -1)
-    for name in sorted(_unread(converted)):
-        converted[name] = torch.zeros_like(converted[_beside(name, "v_gate0")]).flatten()
+    for name in sorted(unread(converted)):
+        gate = converted[_beside(name, "v_gate0")]
+        converted[name] = gate.new_zeros(gate.numel())
     return converted
 
 
-def _opened(tensors: Mapping[str, Tensor]) -> set[str]:
+def _opened(tensors: Mapping[str, Any]) -> set[str]:
     """Find upstream's names of the vectors that it stores as [1, 1, C]."""
     rwkv7 = {name.removesuffix(RWKV7_MARK) for name in tensors if name.endswith(RWKV7_MARK)}
     opened = {block + suffix for block in rwkv7 for suffix in OPENED_RWKV7}
     return {name for name in tensors if name.endswith(OPENED) or name in opened}
 
 
-def _unread(tensors: Mapping[str, Tensor]) -> set[str]:
+def unread(tensors: Mapping[str, Any]) -> set[str]:
     """Find upstream's names of vectors that nothing reads: its attention layers with a value residual and
     without token shift have an `x_v` of zeros nevertheless."""
     gated = {_beside(name, "x_v") for name in tensors if name.endswith("attn.v_gate0")}
@@ -337,9 +334,3 @@ def _unread(tensors: Mapping[str, Tensor]) -> set[str]:
 
 def _beside(name: str, other: str) -> str:
     return f"{name.rpartition('.')[0]}.{other}"
-
-
-def _listed(problems: list[str]) -> str:
-    shown = "\n  ".join(problems[:20])
-    more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-    return f"the state dict does not fit the config:\n  {shown}{more}"

@@ -32,7 +32,12 @@ _MALFORMED = re.compile(r"(?<!\\)(?:\\\\)*(\$\{(?![A-Za-z_][\w-]*(?:\.[\w-]+)*\}
 
 
 def load(
-    path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None, saved: bool = False
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    saved: bool = False,
+    model_only: bool = False,
 ) -> Recipe:
     """Read, merge and check a recipe.
 
@@ -41,6 +46,7 @@ def load(
         overrides: `section.key=value` texts, later ones win.
         world_size: number of processes, where known: the batch arithmetic is then checked too.
         saved: a run wrote the file; keys that were renamed since are then understood.
+        model_only: only the model section has to be there and right.
 
     Returns:
         The recipe with every layer option filled in (`model.layers`), `model.depth` and `model.expanded`.
@@ -56,7 +62,7 @@ def load(
     problems: list[Problem] = []
     _drop_malformed(merged, "", problems)
     resolved = _resolve(merged, OmegaConf.create(merged), "", problems)
-    recipe, layers = _examined(resolved, problems, world_size)
+    recipe, layers = _examined(resolved, problems, world_size, model_only)
     if layers is not None:
         problems += _idle_defaults(text, layers)
     if text.problems or problems:
@@ -64,27 +70,28 @@ def load(
     return recipe
 
 
-def from_saved(saved: dict[str, Any], name: str) -> Recipe:
+def from_saved(saved: dict[str, Any], name: str, *, model_only: bool = False) -> Recipe:
     """Check the resolved recipe that a run saved as plain tables, whose keys may have been renamed since.
 
-    `name` is where it was found, for RecipeError.
+    `name` is where it was found, for RecipeError; `model_only` as for `load`.
     """
     merged = cast(Tree, OmegaConf.to_container(OmegaConf.structured(Recipe)))
     _overlay(merged, renamed(saved))
     problems: list[Problem] = []
-    recipe, _ = _examined(merged, problems, None)
+    recipe, _ = _examined(merged, problems, None, model_only)
     if problems:
         raise RecipeError(problems, name)
     return recipe
 
 
 def _examined(
-    resolved: Tree, problems: list[Problem], world_size: int | None
+    resolved: Tree, problems: list[Problem], world_size: int | None, model_only: bool
 ) -> tuple[Recipe, LayerTable | None]:
     """Convert tables to a recipe and check it, its layers filled in; None for layers with problems."""
     recipe: Recipe = _typed(Recipe, resolved, "", problems)
     found, layers = examine(recipe, world_size, {problem.key for problem in problems})
-    problems += found
+    found = [*problems, *found]
+    problems[:] = [one for one in found if not model_only or one.key.partition(".")[0] == "model"]
     if layers is None or layers.problems:
         return recipe, None
     layers.fill()
@@ -216,8 +223,8 @@ def _tree(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def to_yaml(recipe: Recipe) -> str:
-    """Write out the whole recipe as YAML, every key; loading it gives an equal recipe."""
+def to_yaml(recipe: Recipe | dict[str, Any]) -> str:
+    """Write out a recipe, or a table of some sections, as YAML with every key; loading gives an equal one."""
     return yaml.dump(_tree(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
