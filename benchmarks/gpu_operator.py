@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hybrid.layers.kvm.attention import kvm_attention
+from hybrid.layers.kvm.parallel import force_walk
 from hybrid.layers.softmax import force_kernel
 from hybrid.text import columns, duration
 from hybrid.train.benchmark import shares_table
 
 from .command import Row, rows_table
-from .gpu_plan import Note, Plan, known_walks, try_timing, with_walk
+from .gpu_plan import Note, Plan, try_timing
 from .measure import Run, alternate
 from .workloads import BUDGETS, Sizes, copying, forward, full_decoding, kvm_decoding, kvm_steps, training
 
@@ -64,13 +64,13 @@ def _operator_at(plan: Plan, sizes: Sizes, tokens: int) -> dict[str, dict[str, A
     runs = {"full": training(sizes, "full", tokens)}
     forwards = {"full": forward(sizes, "full", tokens)}
     for budget in BUDGETS:
-        for walk in known_walks(plan):
+        for walk in plan.walks:
             label = f"{budget}, {walk}"
-            runs[label] = training(sizes, budget, tokens, _by_walk(walk))
+            runs[label] = _walked(training(sizes, budget, tokens), walk)
             if "graphed" in walk:
                 runs[label] = _graphed(runs[label])
             else:
-                forwards[label] = forward(sizes, budget, tokens)
+                forwards[label] = _walked(forward(sizes, budget, tokens), walk)
     found: dict[str, dict[str, Any]] = {}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         turns = {f"{label}, forward": run for label, run in forwards.items()} | runs
@@ -87,13 +87,14 @@ def _operator_at(plan: Plan, sizes: Sizes, tokens: int) -> dict[str, dict[str, A
     return found
 
 
-def _by_walk(walk: str) -> Any:
-    """Make the operator that takes this walk."""
+def _walked(run: Run, walk: str) -> Run:
+    """Make the KVM operator take this walk in a run."""
 
-    def operator(*given: Any, spec: Any, **more: Any) -> Any:
-        return kvm_attention(*given, spec=with_walk(spec, walk), want_state=False, **more)
+    def walked() -> None:
+        with force_walk(walk.partition(",")[0]):
+            run()
 
-    return operator
+    return walked
 
 
 def _graphed(run: Run) -> Run:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from hybrid.layers.kvm.spec import KVMSpec
 from hybrid.text import duration
 
 from . import ROOT
@@ -33,7 +32,7 @@ class Plan:
     device: str = "cuda"
     lengths: tuple[int, ...] = (2048, 8192, 32768)
     batches: tuple[int, ...] = (1, 8)
-    walks: tuple[str, ...] = ("torch", "torch, graphed", "triton")
+    walks: tuple[str, ...] = ("chunks", "torch", "torch, graphed", "triton")
     """How the KVM operator takes its state through the chunks."""
     decode: tuple[int, int] = (2048, 32768)
     kernels: tuple[str, ...] = ("plain", "cuda", "flash_attn", "flash_attn_cute")
@@ -57,8 +56,8 @@ class Plan:
 
 
 QUICK_PLAN = Plan(
-    replace(QUICK, dtype=torch.bfloat16), "cpu", (128, 256), (1, 2), ("torch",), (64, 256), ("plain", "cpu"),
-    64, "aot_eager", 0.1, ("paper/kvm_sqrt16_120m",),
+    replace(QUICK, dtype=torch.bfloat16), "cpu", (128, 256), (1, 2), ("chunks", "torch"), (64, 256),
+    ("plain", "cpu"), 64, "aot_eager", 0.1, ("paper/kvm_sqrt16_120m",),
     (
         "model.pattern=K2", "model.layers.F=null", "model.hidden_size=32", "model.vocab_size=64",
         "model.defaults.num_heads=2", "model.defaults.head_dim=16", "model.layers.K.chunk=16",
@@ -72,18 +71,6 @@ QUICK_PLAN = Plan(
         "train.yardsticks=false", "schedule.warmup_steps=1", "train.threads=1",
     ),
 )  # fmt: skip
-
-
-def known_walks(plan: Plan) -> list[str]:
-    """List those of the plan's walks that this version of the operator has."""
-    own = any(field.name == "kernel" for field in fields(KVMSpec))
-    return [walk for walk in plan.walks if own or not walk.startswith("triton")]
-
-
-def with_walk(spec: KVMSpec, walk: str) -> KVMSpec:
-    """Make the operator take this walk."""
-    changes: dict[str, Any] = {"kernel": walk.partition(",")[0]}
-    return replace(spec, **changes) if any(field.name == "kernel" for field in fields(KVMSpec)) else spec
 
 
 def try_timing(note: Note, label: str, run: Run, plan: Plan) -> None:
