@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -129,8 +130,8 @@ def test_kvm_with_tritons_kernels_launches_little(budget: str, batch: int, monke
     monkeypatch.setattr(states, "read_kernel", Launched())
     monkeypatch.setattr(states, "read_backward_kernel", Launched())
     spec = KVMSpec(256, 2, 8, budget=Budget(budget, 256, 16.0))
-    with pretended_cuda() as device:
-        monkeypatch.setattr(parallel, "_kernels", lambda: (route_group, States))
+    ours = mock.patch.object(parallel, "_kernels", lambda: (route_group, States))
+    with pretended_cuda() as device, ours:
         q, k, v = (torch.randn(batch, 8192, n, 16, dtype=torch.bfloat16, device="cuda") for n in (2, 1, 1))
         gate = torch.rand(batch, 8192, 1, device="cuda")
         weight, bias, front, back = (torch.ones(n, device="cuda") for n in (16, 16, 2, 2))
