@@ -130,7 +130,7 @@ def test_kvm_with_tritons_kernels_launches_little(budget: str, batch: int, monke
     monkeypatch.setattr(states, "read_kernel", Launched())
     monkeypatch.setattr(states, "read_backward_kernel", Launched())
     spec = KVMSpec(256, 2, 8, budget=Budget(budget, 256, 16.0))
-    ours = mock.patch.object(parallel, "_kernels", lambda: (route_group, States))
+    ours = mock.patch.object(parallel, "_kernels", return_value=(route_group, States))
     with pretended_cuda() as device, ours:
         q, k, v = (torch.randn(batch, 8192, n, 16, dtype=torch.bfloat16, device="cuda") for n in (2, 1, 1))
         gate = torch.rand(batch, 8192, 1, device="cuda")
