@@ -141,6 +141,7 @@ def fit(tensors: Tensors, section: ModelSection, source: Any) -> Model:
         del model.tensors["head.weight"]
         model.dropped["head.weight"] = "the same weight as embedding.weight, to which it is tied"
     refuse_misfits(model.tensors, wanted, source)
+    model.tensors = {name: model.tensors[name] for name in wanted}
     return model
 
 
