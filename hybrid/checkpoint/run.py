@@ -32,12 +32,15 @@ from hybrid.distributed.world import World
 from hybrid.errors import TrainError
 from hybrid.files import lock, write_json, write_text
 from hybrid.model import HybridLM
+from hybrid.recipe.config_json import CONFIG, MODEL_TYPE, read_config, section_of
 from hybrid.recipe.schema import Recipe
 
 from .folder import MANIFEST, TRAINER, file_fault, read_manifest, read_trainer, tags_in
 from .tensor_files import Reader, weight_files
 
 RECIPE, TOKENIZER, CHECKPOINTS = "recipe.yaml", "tokenizer.model", "checkpoints"
+HF_PREFIX = "model."
+"""What stands before our names of tensors in a Hugging Face folder."""
 PACKAGES = ("kvm-hybrid", "torch", "deepspeed", "numpy", "sentencepiece", "grain", "safetensors", "omegaconf")
 
 
@@ -100,15 +103,14 @@ def _version(package: str) -> str | None:
 
 
 def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]:
-    """Load the model (fp32, on the CPU, newest weights), tokenizer and recipe of a run directory.
+    """Load the model (fp32, on the CPU, newest weights), tokenizer and recipe of a run directory, a model
+    folder, or a Hugging Face folder of one.
 
     Raises TrainError when the folder is no run, holds no whole checkpoint, or has another tokenizer than that
     which the weights were trained with.
     """
     run = Path(path)
-    if not (run / RECIPE).is_file():
-        raise TrainError(f"{run} is no run directory: it has no {RECIPE}")
-    recipe = recipes.load(run / RECIPE, saved=True, model_only=True)
+    recipe = _recipe(run)
     weights = newest_weights(run)
     tokenizer = Tokenizer.load(run / TOKENIZER)
     trained_with = tokenizer_of(weights)
@@ -123,6 +125,17 @@ def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]
     except RuntimeError as error:
         raise TrainError(f"{weights} does not fit {run / RECIPE}: {error}") from error
     return model, tokenizer, recipe
+
+
+def _recipe(run: Path) -> Recipe:
+    """Read the recipe of a run directory or model folder, or the config.json of a Hugging Face folder."""
+    if (run / RECIPE).is_file():
+        return recipes.load(run / RECIPE, saved=True, model_only=True)
+    config = read_config(run)
+    if config.get("model_type") == MODEL_TYPE:
+        return Recipe(model=section_of(config, run / CONFIG))
+    found = f", and its {CONFIG} is another model's: hybrid convert makes one of ours of it" if config else ""
+    raise TrainError(f"{run} is no run directory: it has no {RECIPE}{found}")
 
 
 def newest_weights(path: str | os.PathLike[str]) -> Path:
@@ -159,7 +172,7 @@ def _weights_fault(tag: Path) -> str | None:
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Load the weights in a folder that `newest_weights` found; TrainError when they are damaged."""
     reader = Reader(folder)
-    return {name: reader.weight(name) for name in reader.weights}
+    return {name.removeprefix(HF_PREFIX): reader.weight(name) for name in reader.weights}
 
 
 def tokenizer_of(weights: Path) -> str | None:

@@ -9,15 +9,14 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from hybrid.recipe.config_json import MODEL_TYPE, config_of, section_of
 from hybrid.recipe.schema import ModelSection
-
-from .section import MODEL_TYPE, config_of, section_of
 
 
 class HybridConfig(PreTrainedConfig):
     """Configuration of a HybridForCausalLM.
 
-    Raises ConvertError where the other keys and `model` do not describe one model.
+    Raises ConfigError where the other keys and `model` do not describe one model.
     """
 
     model_type = MODEL_TYPE
@@ -35,7 +34,7 @@ class HybridConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if self.model is not None:
-            section_of(vars(self), "config.json")
+            section_of(vars(self))
 
     @classmethod
     def of_section(cls, section: ModelSection, **kwargs: Any) -> "HybridConfig":
@@ -44,7 +43,7 @@ class HybridConfig(PreTrainedConfig):
 
     def section(self) -> ModelSection:
         """Give the model section that the model is built from."""
-        return section_of(vars(self), "config.json")
+        return section_of(vars(self))
 
 
 def register() -> None:

@@ -2,7 +2,7 @@
 
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
-from .section import MODEL_TYPE
+from hybrid.recipe.config_json import MODEL_TYPE
 
 
 def register() -> None:
