@@ -15,7 +15,7 @@ from hybrid.train.metrics import read_metrics
 PANELS = {
     "training loss (nats / token)": "train/loss",
     "learning rate": "train/learning_rate",
-    "gradient norm before clipping": "train/gradient_norm",
+    "gradient norm before clipping": "train/gradient_norm_before_clipping",
     "slots used": "layers/*/slots",
     "attention mass on the state": "layers/*/state_mass",
     "merge gate, mean": "layers/*/gate_mean",

@@ -43,6 +43,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def no_link(path: str, flags: int) -> int:
+    """Open a file as `open(..., opener=no_link)`: a link is an OSError, nothing is written through it."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "is a link, through which nothing is written: remove it"
+        raise
+
+
 @contextmanager
 def lock(path: Path, *, wait: bool) -> Iterator[OSError | None]:
     """Hold the lock of a file, made if need be, while the block runs.
@@ -65,6 +75,33 @@ def lock(path: Path, *, wait: bool) -> Iterator[OSError | None]:
         yield missing
     finally:
         os.close(handle)
+
+
+class AppendedFile:
+    """A file that only grows. What a full disk does not take is kept, and written before what comes next."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0, opener=no_link)  # noqa: SIM115 (closed by close)
+        self._path, self._waiting = path, bytearray()
+
+    def write(self, data: bytes) -> None:
+        """Take bytes, for the next flush."""
+        self._waiting += data
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Hand all bytes taken to the system, with `sync` to the disk too. Raises OSError."""
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+            if sync:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
+
+    def close(self) -> None:
+        """Close the file, without what was not flushed."""
+        self._file.close()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .context_parallel import SequenceShard
 from .errors import LayerError, shown
+from .indices import on_device
 
 
 @dataclass
@@ -52,6 +53,8 @@ class Context:
         """Make the context of a call with input `x` `[B, T, ...]`; with a `shard`, which knows the documents,
         `x` is this rank's share of the tokens.
 
+        `cu_seqlens` is best on the host: from a GPU the host waits for it.
+
         Raises LayerError when there are no tokens, `cu_seqlens` does not divide the row into
         non-empty documents, or `x` is not what `shard` says.
         """
@@ -61,9 +64,10 @@ class Context:
             if cu_seqlens is not None:
                 raise LayerError("the shard knows the row's documents: leave cu_seqlens out")
             if shard.lengths:
-                borders = [0, *accumulate(shard.lengths)]
-                cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
-        found = cls(cu_seqlens, document_lengths(cu_seqlens, x), want_state, shard=shard, **more)
+                cu_seqlens = torch.tensor([0, *accumulate(shard.lengths)], dtype=torch.int32)
+        lengths = document_lengths(cu_seqlens, x)
+        borders = None if cu_seqlens is None else on_device(cu_seqlens, x.device)
+        found = cls(borders, lengths, want_state, shard=shard, **more)
         found.refuse_shard(x)
         return found
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import LayerError
@@ -192,14 +193,17 @@ class SequenceShard:
             heads = x.shape[2]
             if heads_per_rank(heads, self.size) * self.size > heads:
                 x = x.repeat_interleave(self.size // heads, 2)
-            parts.append(x.unflatten(2, (self.size, -1)).movedim(2, 0).flatten(3))
+            part = x.unflatten(2, (self.size, -1)).movedim(2, 0).flatten(3)
+            parts.append(F.pad(part, (0, padded(part.shape[3]) - part.shape[3])))
         widths = [part.shape[3] for part in parts]
         packed = torch.cat(parts, -1).flatten()  # [S, B, T / S, widths]
         counts = dict.fromkeys(range(self.size), packed.numel() // self.size)
         y = self._exchange("to_heads", packed, counts, counts)
         y = y.view(self.size, batch, self.length, sum(widths)).movedim(0, 1).flatten(1, 2)
+        received = zip(y.split(widths, -1), shards, strict=True)
         return [
-            part.unflatten(-1, (-1, x.shape[3])) for part, x in zip(y.split(widths, -1), shards, strict=True)
+            part[..., : heads_per_rank(x.shape[2], self.size) * x.shape[3]].unflatten(-1, (-1, x.shape[3]))
+            for part, x in received
         ]
 
     def to_tokens(self, y: Tensor) -> Tensor:
@@ -242,6 +246,12 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         shard, name, sends, receives = ctx.call
         return shard._all_to_all(name, grad, receives, sends), None, None, None, None
+
+
+def padded(numbers: int) -> int:
+    """Count the places that `to_heads` takes for a token's numbers: whole vectors of 16 bytes, so that
+    kernels for CUDA can load what comes out where it lies."""
+    return -(-numbers // 8) * 8
 
 
 def heads_per_rank(heads: int, size: int) -> int:

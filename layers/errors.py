@@ -18,6 +18,10 @@ class LayerError(UserError):
     """Options or inputs that a layer cannot take; the message names them and what is allowed."""
 
 
+class SlowPathWarning(UserWarning):
+    """What is computed is exact, but slower than it might be; the message says why."""
+
+
 def require(condition: bool, option: str, value: Any, allowed: str) -> None:
     """Raise LayerError naming the option, its value and what is allowed, unless `condition` holds."""
     if not condition:

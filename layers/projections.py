@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import value_residual
 from .base import Flops, Mixer, Site
 from .context import Context
-from .context_parallel import SequenceShard, heads_per_rank
+from .context_parallel import SequenceShard, heads_per_rank, padded
 from .errors import LayerError
 from .heads import Heads, ProjectionOptions
 from .norms import make_norm
@@ -89,8 +89,8 @@ class ProjectedMixer(Mixer):
         self.c_v = nn.Linear(size, self.kv_width, bias=options.qkv_bias)
         self.c_proj = nn.Linear(self.q_width, size, bias=False)
         if options.qk_norm != "none":
-            self.ln_q = make_norm(options.qk_norm, heads.head_dim)
-            self.ln_k = make_norm(options.qk_norm, heads.head_dim)
+            self.ln_q = make_norm(options.qk_norm, heads.head_dim, options.qk_norm_eps)
+            self.ln_k = make_norm(options.qk_norm, heads.head_dim, options.qk_norm_eps)
         if options.token_shift:
             self.x_q = nn.Parameter(torch.empty(self.q_width))
             self.x_k = nn.Parameter(torch.empty(self.kv_width))
@@ -263,7 +263,16 @@ class ProjectedMixer(Mixer):
             lengths, start = context.lengths, context.shard.carried
             if lengths:
                 start = (start, *[0] * (len(lengths) - 1))
-        settings = (self.rotary_dim, self.options.rotary_base, self.options.rotary_style)
+        options = self.options
+        given = options.rotary_frequencies
+        frequencies = None if given is None else tuple(given)
+        settings = (
+            self.rotary_dim,
+            options.rotary_base,
+            options.rotary_style,
+            frequencies,
+            options.rotary_scale,
+        )
         key = ("rotary", start, q.shape[1], *settings)
         if key not in context.tables:
             context.tables[key] = rotary(positions(q.shape[1], start, lengths, q.device), *settings)
@@ -309,7 +318,8 @@ class ProjectedMixer(Mixer):
             moved = (2 * halo + size * self.sinks_before(self.options)) * self.kv_width
         else:
             queries, keys = heads_per_rank(self.num_heads, size), heads_per_rank(self.num_kv_heads, size)
-            moved = tokens * ((2 * queries + 2 * keys) * self.head_dim + keys * self._gates())
+            queries, keys, gates = queries * self.head_dim, keys * self.head_dim, keys * self._gates()
+            moved = tokens * (padded(queries) + 2 * padded(keys) + padded(gates) + queries)
         if self.options.token_shift:
             moved += self.q_width + 2 * self.kv_width
         return rows * (size - 1) * moved * element_size

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .indices import on_device
+
 STYLES = ("paper", "standard")
 
 
@@ -32,7 +34,10 @@ def frequencies(rotary_dim: int, base: float, style: str, device: torch.device |
 
 
 def positions(
-    tokens: int, start: int | Sequence[int] = 0, lengths: tuple[int, ...] = (), device=None
+    tokens: int,
+    start: int | Sequence[int] = 0,
+    lengths: tuple[int, ...] = (),
+    device: torch.device = torch.device("cpu"),
 ) -> Tensor:
     """List absolute positions `[T]` from `start`; in packed documents from 0 in each, or from each one's
     start."""
@@ -41,13 +46,27 @@ def positions(
         return torch.arange(start, start + tokens, device=device)
     starts = [0] * len(lengths) if isinstance(start, int) else start
     ranges = zip(starts, lengths, strict=True)
-    return torch.cat([torch.arange(first, first + length, device=device) for first, length in ranges])
+    return on_device(torch.cat([torch.arange(first, first + length) for first, length in ranges]), device)
 
 
-def rotary(positions: Tensor, rotary_dim: int, base: float, style: str) -> Rotary:
-    """Compute tables for integer `positions` `[T]`; angles are fp32 products of position and frequency."""
-    angles = positions.float()[:, None] * frequencies(rotary_dim, base, style, positions.device)
-    return Rotary(angles.cos(), angles.sin(), style)
+def rotary(
+    positions: Tensor,
+    rotary_dim: int,
+    base: float,
+    style: str,
+    given: Sequence[float] | None = None,
+    scale: float = 1.0,
+) -> Rotary:
+    """Compute tables for integer `positions` `[T]`; angles are fp32 products of position and frequency.
+
+    `given`: frequencies `[P / 2]` instead of those of base and style; `scale` multiplies cosine and sine.
+    """
+    if given is None:
+        turns = frequencies(rotary_dim, base, style, positions.device)
+    else:
+        turns = torch.tensor(given, dtype=torch.float32, device=positions.device)
+    angles = positions.float()[:, None] * turns
+    return Rotary(angles.cos() * scale, angles.sin() * scale, style)
 
 
 def rotate(x: Tensor, table: Rotary) -> Tensor:

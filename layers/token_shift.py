@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .indices import ends, starts
+
 FALLBACKS = ("first", "zero")
 
 
@@ -42,8 +44,8 @@ def previous(x: Tensor, last: Last = None, fallback: str = "first", lengths: tup
         assert last is None or isinstance(last, Tensor)
         first = _start(x[:, 0], last, fallback)
         return torch.cat((first[:, None], x[:, :-1]), 1)
-    starts = torch.tensor((0, *lengths[:-1]), device=x.device).cumsum(0)
-    own = _start(x[0, starts], None, fallback)
+    first = starts(lengths, x.device)
+    own = _start(x[0].index_select(0, first), None, fallback)
     if isinstance(last, Tensor):
         last = [last, *[None] * (len(lengths) - 1)]
     if last is not None:
@@ -51,7 +53,7 @@ def previous(x: Tensor, last: Last = None, fallback: str = "first", lengths: tup
         own = torch.cat([start if carried is None else carried.to(x.dtype) for start, carried in pairs])
     if len(lengths) == x.shape[1]:
         return own[None]
-    return torch.cat((x[:, :1], x[:, :-1]), 1).index_copy(1, starts, own[None])
+    return torch.cat((x[:, :1], x[:, :-1]), 1).index_copy(1, first, own[None])
 
 
 def _start(x: Tensor, last: Tensor | None, fallback: str) -> Tensor:
@@ -66,7 +68,7 @@ def last_token(x: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:
     packed row one per document, `[N, C]`."""
     if not lengths:
         return x[:, -1].clone()
-    return x[0, torch.tensor(lengths, device=x.device).cumsum(0) - 1]
+    return x[0].index_select(0, ends(lengths, x.device))
 
 
 def shift_ramp(mix: Tensor, power: float) -> None:

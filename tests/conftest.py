@@ -18,6 +18,8 @@ from .ranks import RankPool
 # environment is for the processes that tests start.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton looks at this when it is imported: its interpreter runs kernels here, on the CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -113,7 +113,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_layers_stand_on_torch_alone() -> None:
-    optional = {"flash_attn", "fla"}  # kernels that are used where they are installed
+    optional = {"flash_attn", "fla", "triton"}  # kernels that are used where they are installed
     allowed = {"torch", *sys.stdlib_module_names, *optional}
     wrong = [
         f"{FILES[module].relative_to(ROOT)}:{line} imports {found}"

@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from typing import Any
 from hybrid.distributed.world import World
 from hybrid.errors import TrainError, words
 from hybrid.files import PARTIAL, replacing, sha256, sync, write_text
+
+from .tensor_files import SUFFIX
 
 TAG = re.compile(r"step_(\d{8})")
 ASIDE = ".aside"
@@ -54,6 +57,8 @@ class Progress:
     """Steps without a counted token, which change nothing; not among the skipped ones."""
     bits_per_byte_before: float | None = None
     """On held-out text before the first step."""
+    text_before: str | None = None
+    """Fingerprint of that text; None: an earlier version kept none."""
 
 
 @dataclass
@@ -66,6 +71,8 @@ class Origin:
     tokenizer: str
     """The tokenizer's fingerprint."""
     recipe: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each source holds (`Store.describe`); empty: an earlier version kept nothing of it."""
 
 
 def tag_name(step: int) -> str:
@@ -106,13 +113,29 @@ def file_fault(path: Path, size: int, digest: str, *, contents: bool = True) -> 
     return None
 
 
+def record_fault(tag: Path, sums: Manifest) -> str | None:
+    """Say why a tag whose files are as they were written is none: tensors that its manifest does not list,
+    which would be read with the others, or no record of its step."""
+    if surplus := sorted(path.name for path in tag.glob(f"*{SUFFIX}") if path.name not in sums):
+        return f"{surplus[0]} is not in {MANIFEST}"
+    try:
+        step = read_trainer(tag)[0].step
+    except TrainError as error:
+        return str(error)
+    return f"{TRAINER} is of step {step}" if TAG.fullmatch(tag.name) and tag.name != tag_name(step) else None
+
+
 def read_trainer(tag: Path) -> tuple[Progress, Origin]:
     """Read a tag's trainer.json; TrainError where it is of another version, or damaged."""
     path = tag / TRAINER
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return Progress(**found["progress"]), Origin(**found["origin"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        progress, origin = Progress(**found["progress"]), Origin(**found["origin"])
+        for value, kind in ((progress.step, int), (origin.recipe, dict), (origin.tokenizer, str)):
+            if not isinstance(value, kind):
+                raise ValueError(f"{value!r} is no {kind.__name__}")
+        return progress, origin
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise TrainError(f"{path} is damaged, or of another version of this program ({error})") from None
 
 
@@ -166,10 +189,17 @@ class CheckpointFolder:
         self._world.rank0_only(rename)
 
     def make_room(self, partial: Path) -> None:
-        """Main rank only: make an empty folder for a tag to be written, and remove leftovers of others."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        for leftover in self.path.glob(f"*{PARTIAL}"):
-            shutil.rmtree(leftover, ignore_errors=leftover != partial)
+        """Main rank only: make an empty folder for a tag to be written, and remove leftovers of killed saves.
+
+        A link in a leftover's place is removed, not followed.
+        """
+        folder = partial.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(f"*{PARTIAL}"):
+            if leftover.name.startswith(("step_", f".{LATEST}.")):
+                with suppress(OSError):
+                    is_folder = leftover.is_dir() and not leftover.is_symlink()
+                    shutil.rmtree(leftover) if is_folder else leftover.unlink()
         partial.mkdir()
 
     def publish(self, partial: Path) -> list[str]:
@@ -198,8 +228,7 @@ class CheckpointFolder:
         if self.copy is None:
             return []
         partial = self.copy / (tag + PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        self.make_room(partial)
         for path in (self.path / tag).iterdir():
             with open(path, "rb") as old, replacing(partial / path.name) as new:
                 while chunk := old.read(COPIED_AT_ONCE):
@@ -251,4 +280,5 @@ class CheckpointFolder:
             for index, name in enumerate(sorted(sums)):
                 mine = index % self._world.size == self._world.rank
                 fault = fault or file_fault(self.path / tag / name, *sums[name], contents=mine)
+            fault = fault or record_fault(self.path / tag, sums)
         return next((found for found in self._world.gather(fault) if found), None)

@@ -14,6 +14,7 @@ RUN/
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -32,13 +33,24 @@ from hybrid.distributed.world import World
 from hybrid.errors import TrainError
 from hybrid.files import lock, write_json, write_text
 from hybrid.model import HybridLM
+from hybrid.recipe import RecipeError
 from hybrid.recipe.config_json import CONFIG, MODEL_TYPE, read_config, section_of
 from hybrid.recipe.schema import Recipe
 
-from .folder import MANIFEST, TRAINER, file_fault, read_manifest, read_trainer, tags_in
-from .tensor_files import Reader, weight_files
+from .folder import (
+    MANIFEST,
+    TRAINER,
+    file_fault,
+    read_manifest,
+    read_trainer,
+    record_fault,
+    tags_in,
+)
+from .tensor_files import SUFFIX, Reader, weight_files
 
 RECIPE, TOKENIZER, CHECKPOINTS = "recipe.yaml", "tokenizer.model", "checkpoints"
+CONVERSION = "conversion.json"
+"""What `hybrid convert` writes into a folder beside the model: settings, origin, report."""
 HF_PREFIX = "model."
 """What stands before our names of tensors in a Hugging Face folder."""
 PACKAGES = ("kvm-hybrid", "torch", "deepspeed", "numpy", "sentencepiece", "grain", "safetensors", "omegaconf")
@@ -104,50 +116,103 @@ def _version(package: str) -> str | None:
 
 def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]:
     """Load the model (fp32, on the CPU, newest weights), tokenizer and recipe of a run directory, a model
-    folder, or a Hugging Face folder of one.
+    folder, or a Hugging Face folder of ours.
 
-    Raises TrainError when the folder is no run, holds no whole checkpoint, or has another tokenizer than that
-    which the weights were trained with.
+    What lies beside the weights is not trusted: the recipe is that which the checkpoint was written with, and
+    where recipe.yaml describes another model, that is said on standard error.
+
+    `path` may also be a folder with the files of one checkpoint and tokenizer.model, or a model folder that
+    `hybrid convert` wrote, whose conversion.json has the recipe's model section.
+
+    Raises TrainError when the folder holds no whole checkpoint, or has another tokenizer than that which the
+    weights were trained with.
     """
     run = Path(path)
-    recipe = _recipe(run)
     weights = newest_weights(run)
-    tokenizer = Tokenizer.load(run / TOKENIZER)
-    trained_with = tokenizer_of(weights)
-    if trained_with not in (None, tokenizer.fingerprint):
+    recipe = recorded_recipe(weights)
+    if recipe is None:
         raise TrainError(
-            f"{weights} was trained with another tokenizer (fingerprint {trained_with[:12]}) than "
-            f"{run / TOKENIZER} (fingerprint {tokenizer.fingerprint[:12]})"
+            f"{weights} holds weights without {TRAINER} and {MANIFEST} of a checkpoint, or {CONVERSION} of a "
+            "model folder, which say with which recipe and tokenizer they were trained: give the run "
+            "directory, put all files of its checkpoint there, or make a model folder with hybrid convert"
         )
+    if (run / RECIPE).exists():
+        _say_differences(run / RECIPE, recipe)
+    tokenizer = Tokenizer.load(run / TOKENIZER)
+    check_tokenizer(weights, tokenizer.fingerprint, run / TOKENIZER)
     model = HybridLM.from_recipe(recipe)
     try:
         model.load_state_dict(load_weights(weights))
     except RuntimeError as error:
-        raise TrainError(f"{weights} does not fit {run / RECIPE}: {error}") from error
+        raise TrainError(f"{weights} does not fit the recipe recorded there: {error}") from error
     return model, tokenizer, recipe
 
 
-def _recipe(run: Path) -> Recipe:
-    """Read the recipe of a run directory or model folder, or the config.json of a Hugging Face folder."""
-    if (run / RECIPE).is_file():
-        return recipes.load(run / RECIPE, saved=True, model_only=True)
-    config = read_config(run)
+def recorded_recipe(weights: Path) -> Recipe | None:
+    """Read the recipe (of a model folder the model section) that weights were trained with; None for weights
+    without a record of it. TrainError or RecipeError when the record is damaged."""
+    if (weights / TRAINER).is_file() and (weights / MANIFEST).is_file():
+        return recipes.from_saved(read_trainer(weights)[1].recipe, str(weights / TRAINER))
+    if (record := conversion_record(weights)) is not None:
+        return recipes.from_saved({"model": record["settings"]}, str(weights / CONVERSION), model_only=True)
+    config = read_config(weights)
     if config.get("model_type") == MODEL_TYPE:
-        return Recipe(model=section_of(config, run / CONFIG))
-    found = f", and its {CONFIG} is another model's: hybrid convert makes one of ours of it" if config else ""
-    raise TrainError(f"{run} is no run directory: it has no {RECIPE}{found}")
+        return Recipe(model=section_of(config, weights / CONFIG))
+    return None
+
+
+def conversion_record(folder: Path) -> dict[str, Any] | None:
+    """Read the record of a model folder that `hybrid convert` wrote; None where there is none, or of a folder
+    in another format."""
+    try:
+        found = json.loads((folder / CONVERSION).read_bytes())
+        return found if found["format"] == "hybrid" and isinstance(found["settings"], dict) else None
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TrainError(f"{folder / CONVERSION} is damaged ({error})") from None
+
+
+def check_tokenizer(weights: Path, fingerprint: str, path: Path) -> None:
+    """Raise TrainError where weights were trained with another tokenizer than that of the file `path`."""
+    trained_with = tokenizer_of(weights)
+    if trained_with not in (None, fingerprint):
+        raise TrainError(
+            f"{weights} was trained with another tokenizer (fingerprint {trained_with[:12]}) than "
+            f"{path} (fingerprint {fingerprint[:12]})"
+        )
+
+
+def _say_differences(path: Path, used: Recipe) -> None:
+    """Name on standard error what a run's recipe file says of the model otherwise than its checkpoint."""
+    try:
+        beside = vars(recipes.load(path, saved=True, model_only=True).model)
+    except RecipeError as error:
+        differing = [f"it cannot be read ({'; '.join(error.problems)})"]
+    else:
+        pairs = [(key, beside[key], value) for key, value in vars(used.model).items() if beside[key] != value]
+        differing = [f"model.{key} is {there!r} there, used is {value!r}" for key, there, value in pairs]
+    if differing:
+        print(
+            f"{path} is not the checkpoint's own recipe, which is used: {'; '.join(differing)}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def newest_weights(path: str | os.PathLike[str]) -> Path:
-    """Find the folder with the newest whole weights of a run directory; itself if it holds weights.
+    """Find the folder with the newest whole weights of a run directory; itself if it holds weights only.
 
     Damaged ones are passed over, which is said on standard error. TrainError when there are none.
     """
     run = Path(path)
-    if weight_files(run):
+    tags = tags_in(run / CHECKPOINTS)
+    if weight_files(run) and not tags:
+        if (run / MANIFEST).exists() and (fault := _weights_fault(run)):
+            raise TrainError(f"{run} holds no whole weights: {fault}")
         return run
     faults: list[str] = []
-    for tag in reversed(tags_in(run / CHECKPOINTS)):
+    for tag in reversed(tags):
         folder = run / CHECKPOINTS / tag
         if (fault := _weights_fault(folder)) is None:
             if faults:
@@ -162,20 +227,26 @@ def _weights_fault(tag: Path) -> str | None:
     sums = read_manifest(tag)
     if isinstance(sums, str):
         return sums
-    weights = [name for name in sums if name.startswith("model") and name.endswith(".safetensors")]
+    weights = [name for name in sums if name.startswith("model") and name.endswith(SUFFIX)]
     if not weights:
         return f"{MANIFEST} does not list any weights"
-    needed = [TRAINER, *weights]  # the record says with which tokenizer they were trained
-    return next(filter(None, (file_fault(tag / name, *sums[name]) for name in needed)), None)
+    needed = [TRAINER, *weights]  # the record says with which recipe and tokenizer they were trained
+    fault = next(filter(None, (file_fault(tag / name, *sums[name]) for name in needed)), None)
+    return fault or record_fault(tag, sums)
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Load the weights in a folder that `newest_weights` found; TrainError when they are damaged."""
     reader = Reader(folder)
-    return {name.removeprefix(HF_PREFIX): reader.weight(name) for name in reader.weights}
+    found = {name.removeprefix(HF_PREFIX): reader.weight(name) for name in reader.weights}
+    if whole := [f"{name} is {found[name].dtype}" for name in found if not found[name].is_floating_point()]:
+        raise TrainError(f"{folder}: weights are floating-point numbers, but {whole[0]}")
+    return found
 
 
 def tokenizer_of(weights: Path) -> str | None:
-    """Read the fingerprint of the tokenizer that a checkpoint's weights were trained with; None for weights
-    that lie elsewhere. TrainError when the record of it is damaged."""
-    return read_trainer(weights)[1].tokenizer if (weights / TRAINER).is_file() else None
+    """Read the fingerprint of the tokenizer that weights of a checkpoint or model folder were trained with;
+    None where that is not known. TrainError when the record of it is damaged."""
+    if (weights / TRAINER).is_file():
+        return read_trainer(weights)[1].tokenizer
+    return (conversion_record(weights) or {}).get("tokenizer")

@@ -15,6 +15,7 @@ from pathlib import Path
 from .arguments import Parser, UsageError, count, option, part, path, port, rank, size
 
 CONVERT_FORMATS = ("hybrid", "deepspeed", "paper", "hf")
+"""The names in `hybrid.convert.formats`, which imports torch."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,19 @@ def _declare_prepare(parser: Parser) -> None:
     _declare_recipe(parser)
     option(parser, "--part", "i/n", "prepare the i-th of n parts on this machine", part, (1, 1))
     option(parser, "--processes", "N", "default: the recipe's, or one per core", count)
-    parser.add_argument("--force", action="store_true", help="prepare again what is already there")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--force", action="store_true", help="prepare again what is damaged or has changed")
+    checking = "only compare what is prepared with its checksums"
+    how.add_argument("--check", action="store_true", help=checking)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
     recipe = _load_recipe(arguments)
+    if arguments.check:
+        from hybrid.data.checksums import check_prepared
+
+        print(check_prepared(recipe.data))
+        return 0
     from hybrid.data.preparation.prepare import prepare
 
     say = partial(print, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
 import sys
@@ -10,6 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import TextIO
 
 from hybrid.errors import DEFECT_EXIT_CODE, UserError
 from hybrid.layers.errors import did_you_mean
@@ -29,13 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     wait_briefly()
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
-        _flush()
+        sys.stdout.flush()
         return code
     except KeyboardInterrupt as error:
         return _complain(str(error) or "interrupted", 130)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_gone():
             return 141  # what a shell reports for a program ended by SIGPIPE
+        _name_output(error)
         return _complain(_describe(error), 2) if error.errno is not None else _report_defect(error)
     except UserError as error:
         return _complain(str(error), error.exit_code)
@@ -43,12 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_defect(error)
 
 
-def _flush() -> None:
+def _name_output(error: OSError) -> None:
+    """Name standard output in an error that names no file, when what was printed cannot be written."""
     try:
         sys.stdout.flush()
-    except OSError as error:
+    except OSError:
         error.filename = error.filename or "standard output"
-        raise
+        _drop(sys.stdout)
+
+
+def _drop(stream: TextIO) -> None:
+    """Drop what a stream still holds, so that Python's last flush of it has nothing to say."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: replaced by something that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def wait_briefly() -> None:
@@ -101,7 +111,10 @@ def _main_parser() -> Parser:
 def _complain(message: str, code: int) -> int:
     rank = os.environ.get("RANK", "0")
     where = "" if rank == "0" else f" (rank {rank})"
-    print(f"hybrid: error{where}: {message}", file=sys.stderr, flush=True)
+    try:
+        print(f"hybrid: error{where}: {message}", file=sys.stderr, flush=True)
+    except OSError:  # whoever cannot be told has the code
+        _drop(sys.stderr)
     return code
 
 
@@ -143,5 +156,5 @@ def _reader_gone() -> bool:
     poll.register(output, select.POLLOUT)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # so that the last flush is quiet
+    _drop(sys.stdout)
     return True

@@ -33,7 +33,7 @@ class LazyTensor:
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
         """Wrap a tensor that is at hand (or in a file mapped to memory)."""
-        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
     @property
     def nbytes(self) -> int:
@@ -75,6 +75,8 @@ class Model:
     """Tensor of the source that is not carried over -> why."""
     notes: list[str] = field(default_factory=list)
     """What else the report has to say."""
+    place: Path | None = None
+    """The checkpoint that was read, where the source has several."""
 
 
 @dataclass(frozen=True)
@@ -138,24 +140,25 @@ def fit(tensors: Tensors, section: ModelSection, source: Any) -> Model:
             )
         del model.tensors["head.weight"]
         model.dropped["head.weight"] = "the same weight as embedding.weight, to which it is tied"
-    refuse_misfits(model.tensors, {name: tuple(tensor.shape) for name, tensor in wanted.items()}, source)
+    refuse_misfits(model.tensors, wanted, source)
     return model
 
 
-def refuse_misfits(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], source: Any) -> None:
-    """Raise ConvertError that names every missing, unknown, misshapen or non-float tensor."""
-    problems = [f"missing tensor '{name}'" for name in shapes if name not in tensors]
+def refuse_misfits(
+    tensors: Mapping[str, Any], wanted: Mapping[str, Any], source: Any, shown: Callable[[str], str] = str
+) -> None:
+    """Raise ConvertError naming (as `shown` does) every missing, unknown, misshapen or non-float tensor."""
+    problems = [f"missing tensor '{shown(name)}'" for name in wanted if name not in tensors]
     for name, tensor in tensors.items():
-        if name not in shapes:
-            problems.append(f"unknown tensor '{name}'")
-        elif tuple(tensor.shape) != shapes[name]:
-            problems.append(f"tensor '{name}' is {tuple(tensor.shape)}, its settings ask for {shapes[name]}")
+        if name not in wanted:
+            problems.append(f"unknown tensor '{shown(name)}'")
+        elif (found := tuple(tensor.shape)) != (shape := tuple(wanted[name].shape)):
+            problems.append(f"tensor '{shown(name)}' is {found}, the config asks for {shape}")
         elif not tensor.dtype.is_floating_point:
-            problems.append(f"tensor '{name}' is {tensor.dtype}, weights are floating-point numbers")
+            problems.append(f"tensor '{shown(name)}' is {tensor.dtype}, weights are floating-point numbers")
     if problems:
-        shown = "".join(f"\n  {problem}" for problem in problems[:20])
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ConvertError(f"{source}: the tensors do not fit the settings:{shown}{more}")
+        lines = [*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])]
+        raise ConvertError(f"{source} does not fit the config:" + "".join(f"\n  {line}" for line in lines))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import secrets
@@ -16,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hybrid.checkpoint.run import CONVERSION, TOKENIZER
 from hybrid.files import PARTIAL, sync, write_json
 
 from . import CheckFailed, ConvertError
@@ -23,8 +25,6 @@ from .adapt import adapt
 from .common import Format, Model, Options, Tensors, short_list
 from .formats import FORMATS, recognise
 from .tensor_io import write_shards
-
-REPORT = "conversion.json"
 
 
 def convert(
@@ -63,11 +63,11 @@ def convert(
         if check:
             progress("checking what was written")
             request = {
-                "source": str(source), "from": source_format, "options": dataclasses.asdict(options),
-                "overrides": list(overrides), "dest": str(partial), "to": to,
+                "source": str(given.place or source), "from": source_format, "dest": str(partial), "to": to,
+                "options": dataclasses.asdict(options), "overrides": list(overrides),
             }  # fmt: skip
             report["check"] = _check(request)
-        write_json(partial / REPORT, report)
+        write_json(partial / CONVERSION, report)
         sync(partial)
         if os.path.lexists(dest):
             raise ConvertError(f"{dest} exists by now: somebody else made it")
@@ -114,6 +114,7 @@ def _report(
         for name, tensor in model.tensors.items()
         if name not in model.created
     }
+    tokenizer = model.tokenizer.get(TOKENIZER)
     dtypes = Counter(_dtype(tensor) for tensor in model.tensors.values())
     notes = list(model.notes)
     if len(dtypes) > 1:
@@ -130,6 +131,7 @@ def _report(
         "source": {"path": str(source), "format": source_format},
         "format": to,
         "settings": json.loads(json.dumps(dataclasses.asdict(model.section))),
+        "tokenizer": hashlib.sha256(tokenizer).hexdigest() if tokenizer else None,
         "copied": copied,
         "created": model.created,
         "dropped": model.dropped,
@@ -170,7 +172,7 @@ def _counted(found: dict[str, Any]) -> str:
 def _check(request: dict[str, Any]) -> dict[str, Any]:
     """Compare source and result in a fresh process; CheckFailed where they differ."""
     done = subprocess.run(
-        [sys.executable, "-m", "hybrid.convert.check"],
+        [sys.executable, "-P", "-m", "hybrid.convert.check"],
         input=json.dumps(request), capture_output=True, text=True,
     )  # fmt: skip
     try:

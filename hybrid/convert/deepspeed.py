@@ -63,13 +63,22 @@ def read(path: Path, options: Options) -> Model:
     near = (tag, tag.parent, tag.parent.parent)
     place = next((folder for folder in near if (folder / form.SETTINGS).is_file()), tag)
     model: Model = form.of_tensors(tensors, place, options)
-    model.notes += [f"weights of {tag.name}", *notes]
+    model.place, model.notes = tag, [*model.notes, f"weights of {tag.name}", *notes]
     return model
 
 
 def read_tensors(tag: Path) -> tuple[Tensors, list[str]]:
     """List the tensors of a tag, and notes for the report."""
     models, shares = _load(tag)
+    try:
+        return _whole_tensors(tag, models, shares)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ConvertError(
+            f"{tag} is not laid out as deepspeed 0.19 does ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _whole_tensors(tag: Path, models: list[Any], shares: list[Any]) -> tuple[Tensors, list[str]]:
     stage = int(shares[0].get("zero_stage", 0)) if shares else 0
     _refuse_incomplete(tag, models, shares, stage)
     first = models[0]
@@ -89,7 +98,13 @@ def read_tensors(tag: Path) -> tuple[Tensors, list[str]]:
         tensors.setdefault(alias, tensors[name])
     how = f"ZeRO stage {stage} of {len(shares)} processes" if shares else "without ZeRO"
     notes = [f"written by DeepSpeed {first.get('ds_version', '?')}, {how}"]
-    return unwrapped(tensors), notes + ([f"frozen in training: {short_list(frozen)}"] if frozen else [])
+    if frozen:
+        notes.append(f"frozen in training: {short_list(frozen)}")
+    if {"fp32_groups", "fp32_groups_flat"} & (first.get("optimizer") or {}).keys():
+        notes.append(
+            "fp32 masters that have no names there (stage 0) are left out: weights as the module has them"
+        )
+    return unwrapped(tensors), notes
 
 
 def _tag(path: Path) -> Path:
@@ -122,7 +137,8 @@ def _load(tag: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     models = [found["model"][rank] for rank in sorted(found["model"])]
     if not models:
         raise ConvertError(f"{tag} holds no file *mp_rank_00_model_states.pt")
-    return models, [found["optim"][rank]["optimizer_state_dict"] for rank in sorted(found["optim"])]
+    shares = [found["optim"][rank].get("optimizer_state_dict", {}) for rank in sorted(found["optim"])]
+    return models, shares
 
 
 def _refuse_incomplete(tag: Path, models: list[Any], shares: list[Any], stage: int) -> None:
@@ -187,7 +203,9 @@ def _cut(flat: Sequence[Tensor], start: int, size: int) -> list[Tensor]:
 def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> LazyTensor:
     """Join flat parts to one tensor when it is read; what is beyond its elements is padding."""
     size = math.prod(shape)
-    return LazyTensor(tuple(shape), parts[0].dtype, lambda: torch.cat(list(parts))[:size].view(tuple(shape)))
+    return LazyTensor(
+        tuple(shape), parts[0].dtype, lambda: torch.cat(list(parts)).detach()[:size].view(tuple(shape))
+    )
 
 
 def _checked(tag: Path, name: str, master: LazyTensor, computed: Tensor | None) -> LazyTensor:

@@ -17,7 +17,7 @@ from hybrid.recipe.letters import layer_specs
 from hybrid.recipe.pattern import DEFAULT_LETTERS, compress
 from hybrid.recipe.schema import ModelSection
 
-from .common import LazyTensor
+from .common import LazyTensor, refuse_misfits
 
 T = TypeVar("T", Tensor, LazyTensor)
 
@@ -295,22 +295,15 @@ def from_upstream(tensors: Mapping[str, T], expected: Mapping[str, Tensor]) -> d
     """
     needless, opened = unread(tensors), _opened(tensors)
     converted: dict[str, T] = {}
-    problems: list[str] = []
+    names: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if name in needless:
-            continue
-        try:
-            ours = our_name(name)
-            wanted = expected[ours].shape
-        except (ConvertError, KeyError):
-            problems.append(f"unknown tensor '{name}'")
-            continue
-        converted[ours] = tensor.flatten() if name in opened else tensor
-        if converted[ours].shape != wanted:
-            problems.append(f"tensor '{name}' is {tuple(tensor.shape)}, the config asks for {tuple(wanted)}")
-    problems += [f"missing tensor '{upstream_name(name)}'" for name in expected if name not in converted]
-    if problems:
-        raise ConvertError(_listed(problems))
+        if name not in needless:
+            try:
+                ours = our_name(name)
+            except ConvertError:
+                ours = name
+            converted[ours], names[ours] = tensor.flatten() if name in opened else tensor, name
+    refuse_misfits(converted, expected, "the state dict", lambda ours: names.get(ours) or upstream_name(ours))
     return converted
 
 
@@ -341,9 +334,3 @@ def unread(tensors: Mapping[str, Any]) -> set[str]:
 
 def _beside(name: str, other: str) -> str:
     return f"{name.rpartition('.')[0]}.{other}"
-
-
-def _listed(problems: list[str]) -> str:
-    shown = "\n  ".join(problems[:20])
-    more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-    return f"the state dict does not fit the config:\n  {shown}{more}"

@@ -10,14 +10,25 @@ A model folder is what `hybrid convert` writes, and `hybrid generate` and `train
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 from hybrid import recipe as recipes
-from hybrid.checkpoint.folder import TRAINER
-from hybrid.checkpoint.run import RECIPE, TOKENIZER, newest_weights
+from hybrid.checkpoint.folder import TAG, TRAINER, tags_in
+from hybrid.checkpoint.run import (
+    CHECKPOINTS,
+    CONVERSION,
+    RECIPE,
+    TOKENIZER,
+    check_tokenizer,
+    conversion_record,
+    newest_weights,
+    recorded_recipe,
+)
 from hybrid.checkpoint.tensor_files import weight_files
 from hybrid.files import write_text
+from hybrid.recipe.schema import Recipe
 
 from . import ConvertError
 from .common import Format, Model, Options, Tensors, fit
@@ -33,10 +44,10 @@ def recognise(path: Path) -> str | None:
     its tensors' names."""
     if is_weights(path):
         return f"tensor {MARKS[0]}" if read_state_dict(path)[0].keys() >= set(MARKS) else None
-    for folder, name in ((path, RECIPE), (path.parent.parent, TRAINER)):
-        if (path / name).is_file() and (folder / RECIPE).is_file():
-            return name
-    return None
+    if tags_in(path / CHECKPOINTS):
+        return CHECKPOINTS
+    marks = [name for name in (TRAINER, RECIPE) if (path / name).is_file() and weight_files(path)]
+    return CONVERSION if conversion_record(path) else next(iter(marks), None)
 
 
 def read(path: Path, options: Options) -> Model:
@@ -44,27 +55,33 @@ def read(path: Path, options: Options) -> Model:
     if path.is_file():
         tensors, notes = read_state_dict(path)
         model = of_tensors(tensors, path.parent, options)
-    else:
-        run, weights = path if (path / RECIPE).is_file() else path.parent.parent, newest_weights(path)
-        model = of_tensors(read_safetensors(weight_files(weights)), run, options)
-        notes = [f"weights of {weights.name}"] if weights != path else []
-    model.notes += notes
+        model.notes += notes
+        return model
+    weights = newest_weights(path)
+    run = path.parent.parent if not (path / TOKENIZER).is_file() and TAG.fullmatch(path.name) else path
+    model = of_tensors(read_safetensors(weight_files(weights)), run, options, recorded_recipe(weights))
+    if TOKENIZER in model.tokenizer:
+        fingerprint = hashlib.sha256(model.tokenizer[TOKENIZER]).hexdigest()
+        check_tokenizer(weights, fingerprint, run / TOKENIZER)
+    if weights != path:
+        model.place, model.notes = weights, [f"weights of {weights.name}"]
     return model
 
 
-def of_tensors(tensors: Tensors, folder: Path, options: Options) -> Model:
-    """Take tensors in our names for the model of `--recipe`, or of the recipe.yaml in a folder."""
+def of_tensors(tensors: Tensors, folder: Path, options: Options, recorded: Recipe | None = None) -> Model:
+    """Take tensors in our names for the model of the recipe recorded with them, of `--recipe`, or of the
+    recipe.yaml in a folder."""
     if options.settings:
         raise ConvertError(
             f"{next(iter(options.settings))}=...: only model.* keys can be set for this source"
         )
-    found = options.recipe or folder / RECIPE
-    if options.recipe is None and not (folder / RECIPE).is_file():
+    if recorded is None and options.recipe is None and not (folder / RECIPE).is_file():
         raise ConvertError(
             f"{folder}: no {RECIPE} there says how the model is built: give --recipe with the recipe that it "
             "was trained with"
         )
-    section = recipes.load(found, saved=True, model_only=True).model
+    recipe = recorded or recipes.load(options.recipe or folder / RECIPE, saved=True, model_only=True)
+    section = recipe.model
     if section.vocab_size is None and "embedding.weight" in tensors:
         section.vocab_size = tensors["embedding.weight"].shape[0]
     model = fit(tensors, section, folder)

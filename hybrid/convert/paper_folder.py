@@ -22,6 +22,31 @@ from .kvm_paper import BUDGETS, LETTERS, from_upstream, model_section, our_name,
 from .tensor_io import is_weights, read_state_dict
 
 SETTINGS = "config.json"
+OPTION_KEYS = {
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "d_head": "head_dim",
+    "use_tokenshift_att": "token_shift",
+    "use_value_residual": "value_residual",
+    "swa_window_size": "window",
+    "n_bswa_chunks": "window_chunks",
+    "sink_len": "sinks",
+    "state_min_len": "budget_minimum",
+    "state_round_down": "budget_round",
+    "state_growth_factor": "budget_factor",
+    "state_growth_exponent": "budget_exponent",
+    "state_saturation_n": "budget_saturation",
+    "n_max_d_chunks": "budget_max_chunks",
+    "kvm_use_merge_gate_keys": "gate_keys",
+    "kvm_use_merge_gate_values": "gate_values",
+    "kvm_apply_merge_gate_to_appends": "gate_appends",
+    "kvm_apply_merge_gate_to_initial_state": "gate_initial",
+    "kvm_use_head_temps": "temperatures",
+    "ovq_max_centroids": "max_centroids",
+}
+"""Upstream's key -> our option, where the two mean the same."""
+UNCAPPED = 10**9
+"""Chunks that a state may have where nothing limits it: the paper's code asks for a number."""
 MARK = "transformer.ln_emb.weight"
 """A tensor that every model of the paper's code has."""
 
@@ -70,11 +95,10 @@ def upstream_config(section: ModelSection) -> dict[str, Any]:
 
     The config is translated back, and every difference is refused with NotSupported, naming the key.
     """
-    specs = recipes.layer_specs(section)
-    letters = [spec.letter for spec in specs]
-    layers = {spec.letter: {"kind": spec.kind, **dataclasses.asdict(spec.options)} for spec in specs}
+    letters = [spec.letter for spec in recipes.layer_specs(section)]
+    layers = dict(zip(letters, _resolved(section), strict=True))
     mixers = {DEFAULT_LETTERS[letter]: mixer for mixer, letter in LETTERS.items()}
-    if foreign := [spec.kind for spec in specs if spec.kind not in mixers]:
+    if foreign := [layer["kind"] for layer in layers.values() if layer["kind"] not in mixers]:
         raise NotSupported(f"the paper's code has no {foreign[0]}; it has {', '.join(mixers)}")
     if len(layers) > 2:
         raise NotSupported(
@@ -112,59 +136,41 @@ def upstream_config(section: ModelSection) -> dict[str, Any]:
     return config
 
 
+def _resolved(section: ModelSection) -> list[dict[str, Any]]:
+    """List kind and options of every layer, with the numbers that options left open come to."""
+    layers = []
+    for spec, mixer in zip(recipes.layer_specs(section), meta_model(section).mixers, strict=True):
+        options = {"kind": spec.kind, **dataclasses.asdict(spec.options)}
+        given = {"budget_max_chunks": UNCAPPED} | vars(mixer)
+        layers.append({name: given.get(name) if x is None else x for name, x in options.items()})
+    return layers
+
+
 def _layer_config(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Write the options of one kind of layer as keys of an upstream config."""
-    kind, heads = layer["kind"], layer["num_heads"]
-    config: dict[str, Any] = {
-        "num_attention_heads": heads,
-        "d_head": layer["head_dim"],
-        "use_tokenshift_att": int(layer["token_shift"]),
-        "use_value_residual": int(layer["value_residual"]),
-    }
-    if layer.get("num_kv_heads", heads) != heads:  # the first release has no such key
-        config["num_key_value_heads"] = layer["num_kv_heads"]
-    if kind == "sliding_window":
-        config["swa_window_size"] = layer["window"]
-    if kind == "ovq":
+    config = {key: layer[option] for key, option in OPTION_KEYS.items() if option in layer}
+    config = {key: int(value) if isinstance(value, bool) else value for key, value in config.items()}
+    if config.get("num_key_value_heads") == layer["num_heads"]:
+        del config["num_key_value_heads"]  # the first release has no such key
+    if layer["kind"] == "ovq":
         config |= dict.fromkeys(("ovq_chunk_size", "ovq_window_size"), layer["chunk"])
-        config["ovq_max_centroids"] = layer["max_centroids"]
-    if kind in ("kvm", "block_window"):
-        config |= {
-            "chunk_len": layer["chunk"],
-            "n_bswa_chunks": layer["window_chunks"],
-            "sink_len": layer["sinks"],
-        }
-    if kind == "kvm":
-        config |= {
-            "state_budget_mode": next(mode for mode, budget in BUDGETS.items() if budget == layer["budget"]),
-            "state_min_len": layer["budget_minimum"],
-            "state_round_down": layer["budget_round"],
-            "n_max_d_chunks": layer["budget_max_chunks"],
-            "state_growth_factor": layer["budget_factor"],
-            "state_growth_exponent": layer["budget_exponent"],
-            "state_saturation_n": layer["budget_saturation"],
-            "kvm_use_merge_gate_keys": int(layer["gate_keys"]),
-            "kvm_use_merge_gate_values": int(layer["gate_values"]),
-            "kvm_apply_merge_gate_to_appends": int(layer["gate_appends"]),
-            "kvm_apply_merge_gate_to_initial_state": int(layer["gate_initial"]),
-            "kvm_use_head_temps": int(layer["temperatures"]),
-            "kvm_use_vlens": int(layer["values"] == "radius"),
-        }
+    elif "chunk" in layer:
+        config["chunk_len"] = layer["chunk"]
+    if layer["kind"] == "kvm":
+        config["state_budget_mode"] = next(m for m, budget in BUDGETS.items() if budget == layer["budget"])
+        config["kvm_use_vlens"] = int(layer["values"] == "radius")
     return config
 
 
 def _refuse_losses(section: ModelSection, config: Mapping[str, Any]) -> None:
     """Raise NotSupported naming all that an upstream config does not say of a section."""
     back = complete(model_section(config))
-    problems = []
-    for layer, (here, there) in enumerate(
-        zip(recipes.layer_specs(section), recipes.layer_specs(back), strict=True)
-    ):
-        pairs = {"kind": (here.kind, there.kind)}
-        if here.kind == there.kind:
-            options = dataclasses.asdict(there.options)
-            pairs = {name: (x, options[name]) for name, x in dataclasses.asdict(here.options).items()}
-        problems += [f"layer {layer}: {name} {x!r}, there {y!r}" for name, (x, y) in pairs.items() if x != y]
+    problems = [
+        f"layer {layer}: {name} {here.get(name)!r}, there {there.get(name)!r}"
+        for layer, (here, there) in enumerate(zip(_resolved(section), _resolved(back), strict=True))
+        for name in (here if here["kind"] == there["kind"] else ("kind",))
+        if here.get(name) != there.get(name)
+    ]
     if ffn_width(section) != ffn_width(back):
         problems.append(f"feed-forward width {ffn_width(section)}, there {ffn_width(back)}")
     apart = ("pattern", "expanded", "layers", "ffn_size", "ffn_expansion", "init")

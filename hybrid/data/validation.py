@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,7 +34,8 @@ class ValidationSet:
     `raw_bytes()` are those bytes. Iterating gives this rank's Batches, packed rows of up to
     `sequences * context` ids; all ranks get the same number, surplus ones with every label -100.
 
-    Attributes: `documents` (count), `bytes`, `tokens` (labels), `vocab_size`, `fingerprint`.
+    Attributes: `documents` (count), `bytes`, `tokens` (labels), `vocab_size`, `fingerprint` (tokenizer),
+    `text_fingerprint` (of what is scored), `store`.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class ValidationSet:
                 f"validation needs rank < world, sequences, context and tokens of 1 or more; got rank {rank} "
                 f"of {world}, sequences {sequences}, context {data.context}, tokens {tokens}"
             )
-        store = Store(data)
+        self.store = store = Store(data)
         self.vocab_size, self.fingerprint = store.vocab_size, store.fingerprint
         self._tokenizer = store.tokenizer
         self._context, self._room = data.context, sequences * data.context
@@ -59,6 +62,8 @@ class ValidationSet:
         self.tokens = sum(count for _, _, count in self._chosen)
         self.bytes = sum(self._count_bytes(*chosen) for chosen in self._chosen)
         self._batches = self._pack()
+        scored = [(int(source.hashes[document]), count) for source, document, count in self._chosen]
+        self.text_fingerprint = hashlib.sha256(json.dumps(scored).encode()).hexdigest()
 
     def __len__(self) -> int:
         """Count the batches of each rank."""

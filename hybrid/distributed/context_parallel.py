@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybrid.data.batch import Batch
 from hybrid.layers.context_parallel import SequenceShard
+from hybrid.layers.indices import on_device
 
 from .world import COLLECTIVE_TIMEOUT, World
 
@@ -34,9 +35,8 @@ class Inputs(NamedTuple):
     """The next tbptt chunk goes on with its rows, or with a packed row's last document."""
 
     def to(self, device: torch.device) -> Inputs:
-        """Move the tensors."""
-        borders = None if self.cu_seqlens is None else self.cu_seqlens.to(device)
-        return self._replace(ids=self.ids.to(device), labels=self.labels.to(device), cu_seqlens=borders)
+        """Move ids and labels without a wait; borders stay on the host, which reads them."""
+        return self._replace(ids=on_device(self.ids, device), labels=on_device(self.labels, device))
 
     def options(self) -> dict[str, Any]:
         """Name the model's keyword arguments beside the ids."""

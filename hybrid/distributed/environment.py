@@ -45,15 +45,16 @@ def set_single_process() -> None:
         )
 
 
-def default_threads(local_size: int) -> int | None:
+def default_threads(local_size: int, launcher: Path | None = None) -> int | None:
     """Choose the CPU threads of each of `local_size` processes here; None leaves it to torch.
 
-    A number that the user set stays (torchrun sets 1 by itself), and cores that a scheduler bound this
+    A number that the user set stays (torchrun, whose folder in /proc is `launcher`, the parent's by default,
+    sets 1 by itself), and cores that a scheduler bound this
     process to are its own. Those of the whole machine, those that a launcher started here handed on to all
     its processes, and what a control group allows, are shared.
     """
     told = os.environ.get("OMP_NUM_THREADS")
-    if told and not (told == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+    if told and not (told == "1" and _set_by_torchrun(launcher)):
         return None
     cores = len(os.sched_getaffinity(0))
     handed_on = "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_SIZE" in os.environ  # torchrun; deepspeed
@@ -62,6 +63,17 @@ def default_threads(local_size: int) -> int | None:
     quota = cpu_quota()
     allowed = mine if quota is None else min(mine, max(1, int(quota / local_size)))
     return None if local_size == 1 and allowed == cores else allowed
+
+
+def _set_by_torchrun(launcher: Path | None) -> bool:
+    """Tell whether torchrun set OMP_NUM_THREADS, which it was started without (or that cannot be read)."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    try:
+        started_with = ((launcher or Path(f"/proc/{os.getppid()}")) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return True
+    return not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in started_with)
 
 
 def cpu_quota(

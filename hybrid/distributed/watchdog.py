@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid.errors import LOST_EXIT_CODE
+from hybrid.files import no_link
 
 from .world import World
 
@@ -74,6 +75,29 @@ def compilation_takes_time(world: World) -> Iterator[None]:
     finally:
         callback_handler.remove_start_callback(begin)
         callback_handler.remove_end_callback(end)
+
+
+@contextmanager
+def compiled_kernels_are_progress(world: World) -> Iterator[None]:
+    """Count every kernel that Triton compiles while the block runs: trying out hundreds of them for the first
+    step, as flash-linear-attention does, takes minutes but is no hang."""
+    try:
+        from triton import knobs
+    except ImportError:
+        yield
+        return
+    runtime, heartbeat = knobs.runtime, world.heartbeat
+    before = runtime.jit_post_compile_hook
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        heartbeat.beat()
+        return before(*args, **kwargs) if before else None
+
+    runtime.jit_post_compile_hook = compiled
+    try:
+        yield
+    finally:
+        runtime.jit_post_compile_hook = before
 
 
 class _Report(NamedTuple):
@@ -230,7 +254,7 @@ class _Watchdog:
         )
         text = "\n".join(lines) + "\n" + _stacks()
         os.write(2, text.encode())  # not through sys.stderr, whose lock a hung thread may hold
-        with suppress(OSError), open(self._log, "a", encoding="utf-8") as file:
+        with suppress(OSError), open(self._log, "a", encoding="utf-8", opener=no_link) as file:
             file.write(text)
         time.sleep(3 * self.period)  # for the others to hear the verdict before the connections break
         os._exit(LOST_EXIT_CODE)

@@ -43,9 +43,12 @@ def report(recipe: Recipe, summary: Summary, say: Say = print) -> str:
 
 
 def _scores(summary: Summary, yardsticks: Yardsticks | None) -> str:
+    before = ["  before training", f"{summary.bits_per_byte_before:.3f}", ""]
+    if not summary.same_text:
+        before[1:] = ["-", "left out: its held-out text was another one, or is not known"]
     rows = [
         ["held-out text", "bits per byte", ""],
-        ["  before training", f"{summary.bits_per_byte_before:.3f}", ""],
+        before,
         [f"  after step {summary.steps:,}", f"{summary.bits_per_byte:.3f}", ""],
     ]
     if yardsticks is None:

@@ -25,6 +25,8 @@ from .saved_state import SavedState, fingerprint
 
 PREFILL_TOKENS = 1024
 """Prompt tokens read per call, over all prompts: bounds the memory that reading takes beside the states."""
+DRAWN_AT_ONCE = 2**20
+"""Random numbers passed over in one piece, to go on after a saved text."""
 
 States = Sequence[HybridState | None]
 
@@ -32,7 +34,7 @@ States = Sequence[HybridState | None]
 def load_model(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer]:
     """Load the model of a run directory (its newest weights), on the GPU if there is one, and its tokenizer.
 
-    A folder with recipe.yaml, tokenizer.model and model.safetensors will do.
+    A folder with the files of one checkpoint and tokenizer.model will do.
     """
     model, tokenizer, _ = load_run(path)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
@@ -249,7 +251,9 @@ class _Row:
         if job.resume is not None:
             self._seen[job.resume.seen] = True
             self.draws = job.resume.draws
-            torch.rand(self.draws, generator=self._generator, dtype=torch.float64)
+            for start in range(0, self.draws, DRAWN_AT_ONCE):
+                count = min(DRAWN_AT_ONCE, self.draws - start)
+                torch.rand(count, generator=self._generator, dtype=torch.float64)
         self._decoder = job.tokenizer.stream()
         self._stops = StopMatcher(job.settings.stop)
 

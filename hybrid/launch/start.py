@@ -147,10 +147,10 @@ def _check_deepspeed_env() -> None:
         path = folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
         if not path.is_file():
             continue
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if not re.match(r"\s*[A-Za-z_]\w*\s*=", line):
+        for number, line in enumerate(path.read_text("utf-8", "surrogateescape").splitlines(), 1):
+            if not re.fullmatch(r"\s*[A-Za-z_]\w*\s*=[^\ud800-\udfff]*", line):
                 raise LaunchError(
-                    f"{path}, line {number}: {line!r}: expected NAME=VALUE; nothing was launched"
+                    f"{path}, line {number}: {line!r}: expected NAME=VALUE in UTF-8; nothing was launched"
                 )
 
 

@@ -49,9 +49,8 @@ def _ranks(launcher: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             # "PID (NAME) STATE PARENT ...", and a name may hold anything
-            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(
-                int(stat.parent.name)
-            )
+            parent = int(stat.read_bytes().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
     found, left = [], [launcher]
     while left:
         pid = left.pop()

@@ -26,6 +26,9 @@ class Loss(NamedTuple):
     """Sum of logsumexp(logits)^2; carries a gradient only when the call's `z_loss` is not 0."""
     state: Any = None
     """What the call left to go on from, where it was asked for one."""
+    outside: Tensor | None = None
+    """How many ids and labels the vocabulary does not have, which others stood in for, where the host did not
+    wait to see (on a GPU); None: none."""
 
 
 class Head(nn.Module):

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hybrid.layers import Context, Flops, Mixer, initialise
 from hybrid.layers.context_parallel import SequenceShard
+from hybrid.layers.indices import ends
 from hybrid.layers.norms import make_norm
 from hybrid.recipe.letters import LayerSpec, layer_specs
 from hybrid.recipe.schema import ModelSection, Recipe
@@ -114,20 +117,29 @@ class HybridLM(nn.Module):
             exist for at most `loss_chunk` tokens at once.
 
         Raises:
-            ModelError, StateError, LayerError: inputs that do not fit, before any state is changed.
+            ModelError, StateError, LayerError: inputs that do not fit, before any state is changed. With
+            labels on a GPU ids outside the vocabulary are only counted, without a wait: see `Loss.outside`.
         """
         self._check_ids(ids, labels)
+        outside = None
+        if labels is not None and ids.device.type != "cpu":
+            ids, labels, outside = self._inside(ids, labels)
+        else:
+            self._refuse_outside("ids", ids)
+            self._refuse_outside("labels", labels)
         wanted = labels is None if want_state is None else want_state
         context = Context.of(ids, cu_seqlens, want_state=wanted, shard=shard)
         context.routes, context.statistics = routes, statistics
         hidden, after = self._hidden(ids, context, self._block_states(state, context, ids.shape[0]))
         new_state = self._state(after, context) if wanted else None
         if labels is None:
-            if last_only:
-                hidden = hidden[:, -1:] if cu_seqlens is None else hidden[:, cu_seqlens[1:].long() - 1]
+            if last_only and context.lengths:
+                hidden = hidden.index_select(1, ends(context.lengths, hidden.device))
+            elif last_only:
+                hidden = hidden[:, -1:]
             return self.head(hidden), new_state
         total, z_total = self.head(hidden, labels, self.loss_chunk, z_loss != 0)
-        return Loss(total, (labels != IGNORE).sum(), z_total, new_state)
+        return Loss(total, (labels != IGNORE).sum(), z_total, new_state, outside)
 
     def _hidden(self, ids: Tensor, context: Context, states: list[Any]) -> tuple[Tensor, list[Any]]:
         """Compute the final hidden states `[B, T, C]` (normalised) and every block's state."""
@@ -142,8 +154,10 @@ class HybridLM(nn.Module):
         for block, state in zip(self.blocks, states, strict=True):
             call = (x, x0, replace(context, first_values=first_values), state)
             if again:
+                # The second run is in the backward's thread, where a forced kernel is not known by itself.
+                forced = partial(copy_context().run, block)
                 x, kept, first_values = checkpoint(
-                    block, *call, use_reentrant=False, preserve_rng_state=False
+                    forced, *call, use_reentrant=False, preserve_rng_state=False
                 )
             else:
                 x, kept, first_values = block(*call)
@@ -159,14 +173,19 @@ class HybridLM(nn.Module):
             if given.ndim != 2 or given.numel() == 0:
                 shape = tuple(given.shape)
                 raise ModelError(f"{name} must be [batch, tokens] with at least one token, got {shape}")
-        self._refuse_outside("ids", ids)
-        if labels is not None:
-            if labels.shape != ids.shape:
-                raise ModelError(f"labels have shape {tuple(labels.shape)}, ids {tuple(ids.shape)}")
-            self._refuse_outside("labels", labels)
+        if labels is not None and labels.shape != ids.shape:
+            raise ModelError(f"labels have shape {tuple(labels.shape)}, ids {tuple(ids.shape)}")
 
-    def _refuse_outside(self, name: str, values: Tensor) -> None:
+    def _inside(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Replace ids and labels that the vocabulary does not have, and count them, without a wait."""
+        known, aims = (x.clamp(0, self.vocab_size - 1) for x in (ids, labels))
+        aims = torch.where(labels == IGNORE, labels, aims)
+        return known, aims, (known != ids).sum() + (aims != labels).sum()
+
+    def _refuse_outside(self, name: str, values: Tensor | None) -> None:
         """Raise ModelError naming the first id, or counted label, that the vocabulary does not have."""
+        if values is None:
+            return
         outside = (values < 0) | (values >= self.vocab_size)
         if name == "labels":
             outside &= values != IGNORE
@@ -314,6 +333,11 @@ def _drop_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
     state_dict.pop(f"{prefix}head.weight", None)
 
 
-def _restore_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    if f"{prefix}embedding.weight" in state_dict:
-        state_dict[f"{prefix}head.weight"] = state_dict[f"{prefix}embedding.weight"]
+def _restore_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Load a tied weight from the embedding's; another one that is stored goes to `rest[-1]`, the errors."""
+    embedding = state_dict.get(f"{prefix}embedding.weight")
+    if embedding is None:
+        return
+    if not torch.equal(state_dict.get(f"{prefix}head.weight", embedding), embedding):
+        rest[-1].append("head.weight differs from embedding.weight, but model.tie_embeddings makes them one")
+    state_dict[f"{prefix}head.weight"] = embedding

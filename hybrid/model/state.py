@@ -147,7 +147,10 @@ class HybridState:
         try:
             described = json.loads(texts["layers"])
             layers = [_build(one, f"layers.{i}", tensors, path) for i, one in enumerate(described)]
-            return cls(layers, int(texts["position"]), tuple(json.loads(texts["layout"])))
+            position = int(texts["position"])
+            if position < 0:
+                raise ValueError(f"position is {position}")
+            return cls(layers, position, tuple(json.loads(texts["layout"])))
         except StateError:
             raise
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -201,10 +204,13 @@ def _build(described: dict[str, Any], name: str, tensors: dict[str, Tensor], pat
     if described["class"] not in known:
         raise StateError(f"{path}: {name} is a '{described['class']}', of which no layer is installed")
     fields: dict[str, Any] = {}
+    public = {f.name for f in dataclasses.fields(known[described["class"]]) if not f.name.startswith("_")}
+    if described.keys() != {"class", "fields"} or described["fields"].keys() != public:
+        raise ValueError(f"{name} has other fields than {', '.join(sorted(public))}")
     for key, value in described["fields"].items():
         if isinstance(value, dict):
             inner = f"{name}.{key}"
-            value = tensors[inner] if "tensor" in value else _build(value, inner, tensors, path)
+            value = tensors[inner] if value == {"tensor": True} else _build(value, inner, tensors, path)
         fields[key] = value
     return known[described["class"]](**fields)
 

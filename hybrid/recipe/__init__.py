@@ -1,7 +1,7 @@
 """Recipes: YAML files and `key=value` overrides -> a typed, checked `Recipe`. Nothing here builds a model."""
 
 from .letters import LayerSpec, layer_specs
-from .load import load, save, to_yaml
+from .load import from_saved, load, save, to_yaml
 from .reader import RecipeError, shipped
 from .rules import Geometry, batch_geometry, check
 from .schema import Recipe
@@ -13,6 +13,7 @@ __all__ = [
     "RecipeError",
     "batch_geometry",
     "check",
+    "from_saved",
     "layer_specs",
     "load",
     "save",

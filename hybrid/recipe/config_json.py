@@ -10,6 +10,7 @@ from typing import Any
 
 from hybrid.errors import UserError
 
+from .load import from_saved
 from .schema import ModelSection
 
 CONFIG = "config.json"
@@ -49,17 +50,14 @@ def config_of(section: ModelSection) -> dict[str, Any]:
 
 
 def section_of(config: Mapping[str, Any], place: Any = CONFIG) -> ModelSection:
-    """Read the model section in a config, every key of it known.
+    """Read and check the model section in a config.
 
-    Raises ConfigError for a config without one, for unknown keys, and where a common key says otherwise.
+    Raises RecipeError for mistakes in it, ConfigError where there is none or a common key says otherwise.
     """
     model = config.get("model")
     if not isinstance(model, dict):
         raise ConfigError(f"{place}: no table 'model' says how the model is built")
-    known = {field.name for field in dataclasses.fields(ModelSection)}
-    if unknown := sorted(model.keys() - known):
-        raise ConfigError(f"{place}: model.{unknown[0]} is unknown here; known: {', '.join(sorted(known))}")
-    section = ModelSection(**model)
+    section = from_saved({"model": model}, str(place), model_only=True).model
     for key, name in COMMON.items():
         if config.get(key) is not None and config[key] != getattr(section, name):
             found = f"{key} is {config[key]}, model.{name} {getattr(section, name)}"

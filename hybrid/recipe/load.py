@@ -18,6 +18,7 @@ from typing import Any, cast
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf, errors
 
+from hybrid.files import write_text
 from hybrid.layers.errors import did_you_mean
 
 from .coerce import coerce, looks_typed, shown
@@ -61,17 +62,40 @@ def load(
     problems: list[Problem] = []
     _drop_malformed(merged, "", problems)
     resolved = _resolve(merged, OmegaConf.create(merged), "", problems)
-    recipe: Recipe = _typed(Recipe, resolved, "", problems)
-    found, layers = examine(recipe, world_size, {problem.key for problem in problems})
-    problems += found
-    if model_only:
-        problems = [problem for problem in problems if problem.key.partition(".")[0] == "model"]
-    if layers is not None and not layers.problems:
+    recipe, layers = _examined(resolved, problems, world_size, model_only)
+    if layers is not None:
         problems += _idle_defaults(text, layers)
-        layers.fill()
     if text.problems or problems:
         raise RecipeError([*text.problems, *map(text.locate, problems)], str(path))
     return recipe
+
+
+def from_saved(saved: dict[str, Any], name: str, *, model_only: bool = False) -> Recipe:
+    """Check the resolved recipe that a run saved as plain tables, whose keys may have been renamed since.
+
+    `name` is where it was found, for RecipeError; `model_only` as for `load`.
+    """
+    merged = cast(Tree, OmegaConf.to_container(OmegaConf.structured(Recipe)))
+    _overlay(merged, renamed(saved))
+    problems: list[Problem] = []
+    recipe, _ = _examined(merged, problems, None, model_only)
+    if problems:
+        raise RecipeError(problems, name)
+    return recipe
+
+
+def _examined(
+    resolved: Tree, problems: list[Problem], world_size: int | None, model_only: bool
+) -> tuple[Recipe, LayerTable | None]:
+    """Convert tables to a recipe and check it, its layers filled in; None for layers with problems."""
+    recipe: Recipe = _typed(Recipe, resolved, "", problems)
+    found, layers = examine(recipe, world_size, {problem.key for problem in problems})
+    found = [*problems, *found]
+    problems[:] = [one for one in found if not model_only or one.key.partition(".")[0] == "model"]
+    if layers is None or layers.problems:
+        return recipe, None
+    layers.fill()
+    return recipe, layers
 
 
 def _overlay(tree: Tree, above: Tree) -> None:
@@ -208,4 +232,4 @@ def save(recipe: Recipe, path: str | Path) -> None:
     """Write the recipe as YAML, or as JSON where `path` ends in .json."""
     path = Path(path)
     text = json.dumps(_tree(recipe), indent=2) + "\n" if path.suffix == ".json" else to_yaml(recipe)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)

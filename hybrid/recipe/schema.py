@@ -171,6 +171,9 @@ class TrainSection:
     seed: int = key(0, least=0, most=2**63 - 1)
     resume: str = "auto"
     """auto (newest whole checkpoint of the run, or a fresh start), never, or a tag such as step_00000100."""
+    accept_new_data: bool = False
+    """Go on from a checkpoint although the sources' text, weights or held-out documents are not what it was
+    trained on."""
     init_from: LocalPath | None = None
     """A run directory or converted model whose weights (only) training starts from."""
     checkpoint_every: int = key(500, least=1)

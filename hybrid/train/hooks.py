@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hybrid.data.batch import Batch
+from hybrid.data.checksums import ShardCheck
 from hybrid.distributed.context_parallel import ALONE
 from hybrid.distributed.signals import Signals
-from hybrid.errors import STOPPED_EXIT_CODE
+from hybrid.errors import STOPPED_EXIT_CODE, DataError
 
 from .loop import Hook, Run, save, wait_saved
 from .step import StepResult
@@ -44,6 +45,27 @@ class CheckpointProgress(Hook):
 
     def after_backward(self, run: Run, passes: int) -> None:
         run.writer.advance()
+
+
+class DamagedShards(Hook):
+    """Stops all ranks when a token shard turns out to be damaged; the last step waits until that is known."""
+
+    def __init__(self, check: ShardCheck, step: int) -> None:
+        """`step`: the finished steps when this run began to read the shards."""
+        self._check, self._step, self._over = check, step, False
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if self._over:
+            return
+        last = run.progress.step == run.recipe.train.steps
+        with run.world.heartbeat.no_timeout("comparing token shards with their checksums"):
+            over = self._check.over(None if last else 0.0)
+        fault = self._check.fault
+        found = run.world.gather_numbers([over, fault is not None])
+        self._over = bool(found[:, 0].all())
+        if found[:, 1].any():
+            since = f"; checkpoints after step {self._step} may have learned from it"
+            run.world.raise_if_any(fault and DataError(f"{fault}{since}"))
 
 
 class StopSignals(Hook):

@@ -67,8 +67,9 @@ def train_steps(run: Run) -> None:
     """Train from where the run stands to its last step."""
     train, progress = run.recipe.train, run.progress
     if progress.step == 0:
-        before = evaluate(run).bits_per_byte
-        progress.bits_per_byte_before = None if math.isnan(before) else before
+        before = evaluate(run)
+        progress.bits_per_byte_before = None if math.isnan(before.bits_per_byte) else before.bits_per_byte
+        progress.text_before = before.text
     while progress.step < train.steps:
         result = take_step(run)
         if train.eval_every and progress.step % train.eval_every == 0:
@@ -159,7 +160,7 @@ def _log(run: Run, result: StepResult, rate: float) -> None:
         values |= {
             "train/loss": result.loss,
             "train/loss_largest": result.loss_largest,
-            "train/gradient_norm": result.update.norm,
+            "train/gradient_norm_before_clipping": result.update.norm,
             "train/clip_factor": result.update.clip_factor,
             "train/z": result.z,
         }
@@ -179,7 +180,7 @@ def evaluate(run: Run) -> validation.Score:
     if not run.held_out.documents:
         if run.scored is None:
             run.metrics.say("no validation: no document is held out (data.sources.*.validation)")
-        result = validation.Score(math.nan, math.nan)
+        result = validation.Score(math.nan, math.nan, run.held_out.text_fingerprint)
     else:
         model, chunks = run.engine.model, run.recipe.train.tbptt_chunks
 
@@ -188,7 +189,11 @@ def evaluate(run: Run) -> validation.Score:
                 hook.after_scored(run)
 
         result = validation.score(model, run.held_out, run.world, chunks, after_batch)
-        values = {"validation/loss": result.loss, "validation/bits_per_byte": result.bits_per_byte}
+        values = {
+            "validation/loss": result.loss,
+            "validation/bits_per_byte": result.bits_per_byte,
+            "validation/text": int(result.text[:8], 16),  # another number: scores of another text
+        }
         run.metrics.write(step, values)
         run.metrics.say(
             f"step {step}: validation loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte"

@@ -11,19 +11,23 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
+import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
 from hybrid.errors import words
-from hybrid.files import replacing
+from hybrid.files import AppendedFile, replacing
 from hybrid.recipe.schema import MonitorSection
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+"""Texts in metrics.jsonl for what JSON has no number for; files of older versions have null."""
+RENAMED = {"train/gradient_norm": "train/gradient_norm_before_clipping"}
+"""Names in files of older versions -> today's."""
 
 
 class Metrics:
@@ -33,74 +37,84 @@ class Metrics:
         """`step` is the last finished step: what the files hold beyond it was of an abandoned attempt."""
         self.run = uuid.uuid4().hex[:8]
         self._disk_failed = False
-        self._metrics: TextIO | None = None
-        self._events: SummaryWriter | None = None
+        self._events: EventFile | None = None
+        self._files: list[AppendedFile] = []
         if not main:
             return
-        truncated = _is_truncated(folder / "metrics.jsonl")
-        self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        if truncated:
-            self._metrics.write("\n")
+        path = folder / "metrics.jsonl"
+        self._files.append(AppendedFile(path))
+        if path.read_bytes()[-1:] not in (b"", b"\n"):  # the last line was left unfinished, by a crash
+            self._files[0].write(b"\n")
         if section.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
             drop_events(folder / "tensorboard", step)
-            self._events = SummaryWriter(str(folder / "tensorboard"))
+            self._events = EventFile(folder / "tensorboard")
+            self._files.append(self._events.file)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Record values of `step`; names are `group/name`. Not finite ones are null in the JSON."""
-        if self._metrics is None:
+        """Record values of `step`; names are `group/name`. Not finite ones are strings in the JSON."""
+        if not self._files:
             return
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        line = json.dumps({"step": step, "run": self.run, "time": round(time.time(), 3), **finite})
-        with self._surviving():
-            self._metrics.write(line + "\n")
-            self._metrics.flush()
+        strict = {name: x if math.isfinite(x) else json.dumps(x) for name, x in values.items()}
+        line = {"step": step, "run": self.run, "time": round(time.time(), 3), **strict}
+        self._files[0].write(json.dumps(line, allow_nan=False).encode() + b"\n")
         if self._events is not None:
-            with self._surviving():
-                for name, value in values.items():
-                    self._events.add_scalar(name, value, step)
+            self._events.write(step, values)
+        self.flush(sync=False)
 
     def say(self, text: str) -> None:
         """Print a line on the terminal."""
-        if self._metrics is not None:
-            print(text, flush=True)
+        if self._files:
+            with self._surviving():
+                print(text, flush=True)
 
-    def flush(self) -> None:
+    def flush(self, *, sync: bool = True) -> None:
         """Bring everything written so far to disk, so that a checkpoint never is ahead of its curves."""
-        if self._metrics is not None:
+        for file in self._files:
             with self._surviving():
-                os.fsync(self._metrics.fileno())
-        if self._events is not None:
-            with self._surviving():
-                self._events.flush()
+                file.flush(sync=sync)
 
     def close(self) -> None:
         """Flush and close the files."""
         self.flush()
-        for file in (self._metrics, self._events):
+        for file in self._files:
             with self._surviving():
-                if file is not None:
-                    file.close()
+                file.close()
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Go on when the disk is full, which costs curves, not the training: said once."""
+        """Go on when the disk is full, which costs curves, not the training: told once."""
         try:
             yield
+        except BrokenPipeError:  # nobody reads the terminal's text any more, as in `hybrid train | head`
+            raise
         except OSError as error:
             if not self._disk_failed:
-                self.say(f"could not write what is logged: {words(error)}; training goes on without")
-            self._disk_failed = True
+                self._disk_failed = True
+                text = f"could not write what is logged: {words(error)}; training goes on without"
+                with suppress(OSError):
+                    print(text, file=sys.stderr, flush=True)
 
 
-def _is_truncated(path: Path) -> bool:
-    """Tell whether a file's last line was left unfinished, by a crash."""
-    if not path.is_file() or path.stat().st_size == 0:
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
+class EventFile:
+    """Writes scalars for TensorBoard, in this thread: its own writer's ends in a traceback on a full disk."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(exist_ok=True)
+        place = f"{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        self.file = AppendedFile(folder / f"events.out.tfevents.{time.time():.0f}.{place}")
+        self._records = RecordWriter(self.file)
+        self._event = Event
+        self._add(file_version="brain.Event:2")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Record values of `step`, which are on disk after the file's next flush."""
+        self._add(step=step, summary={"value": [{"tag": n, "simple_value": v} for n, v in values.items()]})
+
+    def _add(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
 
 
 def drop_events(folder: Path, step: int) -> None:
@@ -131,12 +145,16 @@ def read_metrics(run: Path | str, *, every_run: bool = False) -> list[dict[str, 
     merged: dict[Any, dict[str, Any]] = {}
     for line in Path(run, "metrics.jsonl").read_bytes().split(b"\n"):
         try:
-            values = json.loads(line)
+            values = {RENAMED.get(name, name): _number(value) for name, value in json.loads(line).items()}
             key = (values["step"], values["run"]) if every_run else values["step"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, AttributeError):
             continue
         again = any(name.startswith("train/") for name in values)  # else it was only scored or saved again
-        if again and key in merged and merged[key]["run"] != values["run"]:
+        if again and key in merged and merged[key].get("run") != values.get("run"):
             del merged[key]
         merged.setdefault(key, {}).update(values)
     return [merged[key] for key in sorted(merged)]
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in NOT_FINITE else value

@@ -17,7 +17,7 @@ from hybrid.recipe.schema import Recipe, renamed
 
 FIXED = {
     "model": None,
-    "data": ("sources", "context", "boundaries", "order"),
+    "data": ("context", "boundaries", "order"),
     "optimizer": ("name", "mup_base_size"),
     "train": ("batch_size", "tbptt_chunks", "seed", "precision", "z_loss"),
 }
@@ -26,31 +26,68 @@ SHOWN = ("optimizer", "schedule", "parallel")
 """Sections whose other keys may change, which is said on the terminal; of the rest only train.steps changes
 what is learned, as the schedule goes by it. The number of processes may change too: checkpoints do not depend
 on it."""
-PLACES = ("paths", "name")
-"""Where a source lies is free: the tokenizer and the prepared shards say what it holds."""
+NO_FINGERPRINT = (
+    "data: the checkpoint, of an earlier version, does not say what it was trained on; taken to be this, "
+    "which later checkpoints keep"
+)
 
 
-def check(origin: Origin, recipe: Recipe, tokenizer: str, world_size: int) -> list[str]:
+def check(origin: Origin, now: Origin) -> list[str]:
     """Compare a checkpoint's origin with what is to go on from it; returns the changes to show.
 
-    Raises TrainError naming every key that must not change.
+    Raises TrainError naming everything that must not change.
     """
-    if origin.tokenizer != tokenizer:
+    folder, accepted = now.recipe["data"]["folder"], now.recipe["train"]["accept_new_data"]
+    if origin.tokenizer != now.tokenizer:
         raise TrainError(
-            f"the checkpoint's tokenizer has fingerprint {origin.tokenizer[:12]}, that of "
-            f"{recipe.data.folder} {tokenizer[:12]}: the data was prepared anew with another one"
+            f"the checkpoint's tokenizer has fingerprint {origin.tokenizer[:12]}, that of {folder} "
+            f"{now.tokenizer[:12]}: the data was prepared anew with another one"
         )
-    changes = dict(_changes(renamed(origin.recipe), plain(recipe)))
+    changes = dict(_changes(renamed(origin.recipe), now.recipe))
     refused = [text for key, text in changes.items() if _fixed(key)]
     if refused:
         raise TrainError(
             "the recipe differs from the checkpoint's in what cannot change on the way: " + "; ".join(refused)
             + ". Give another train.output, with train.init_from to start from its weights"
         )  # fmt: skip
+    data = list(_data_changes(origin.data, now.data)) if origin.data else _source_changes(changes)
+    if data and not accepted:
+        raise TrainError(
+            f"the data in {folder} differs from what the checkpoint was trained on: " + "; ".join(data)
+            + ". Give the data it was trained on, another train.output (with train.init_from to start from "
+            "its weights), or train.accept_new_data=true to go on with this"
+        )  # fmt: skip
     shown = [text for key, text in changes.items() if key[0] in SHOWN or key[:2] == ("train", "steps")]
-    if origin.world_size != world_size:
-        shown.append(f"processes: {origin.world_size} -> {world_size}")
-    return shown
+    if origin.world_size != now.world_size:
+        shown.append(f"processes: {origin.world_size} -> {now.world_size}")
+    return shown + data + ([] if origin.data else [NO_FINGERPRINT])
+
+
+def _source_changes(changes: dict[tuple[str, ...], str]) -> list[str]:
+    """Choose the changes of what the recipe says of its sources, but for where they lie."""
+    return [text for key, text in changes.items() if key[:2] == ("data", "sources") and key[-1] != "paths"]
+
+
+def _data_changes(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Say how the sources (`Store.describe`) differ."""
+    if list(before) != list(now):
+        yield f"the sources, in order: {', '.join(before)} -> {', '.join(now)}"
+    for name in (name for name in before if name in now):
+        was, found = before[name], now[name]
+        if was["fingerprint"] != found["fingerprint"]:
+            yield f"source {name!r} holds other text: {_holding(was)} -> {_holding(found)}"
+        elif was["held_out_fingerprint"] != found["held_out_fingerprint"]:
+            key, counts = f"data.sources.{name}.validation", f"{was['held_out']:,} -> {found['held_out']:,}"
+            yield f"source {name!r} has other held-out documents ({key}): {counts}"
+        if was["weight"] != found["weight"]:
+            yield f"data.sources.{name}.weight: {was['weight']:g} -> {found['weight']:g}"
+
+
+def _holding(source: dict[str, Any]) -> str:
+    return (
+        f"{source['documents']:,} documents ({source['held_out']:,} held out), {source['tokens']:,} tokens, "
+        f"fingerprint {source['fingerprint'][:12]}"
+    )
 
 
 def plain(recipe: Recipe) -> dict[str, Any]:
@@ -105,7 +142,7 @@ def _changes(before: Any, after: Any, key: tuple[str, ...] = ()) -> Iterator[tup
 
 
 def _fixed(key: tuple[str, ...]) -> bool:
-    if key[0] not in FIXED or (key[-1] in PLACES and key[:2] == ("data", "sources")):
+    if key[0] not in FIXED:
         return False
     names = FIXED[key[0]]
     return names is None or key[1] in names

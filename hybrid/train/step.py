@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid.data.batch import Batch
 from hybrid.distributed.context_parallel import ALONE, Inputs, SequenceRanks
 from hybrid.distributed.world import World
+from hybrid.errors import TrainError
 from hybrid.model.head import IGNORE
 
 from . import tbptt
@@ -85,13 +86,14 @@ class Step:
         self.passes = [chunk for shard in shards for chunk in tbptt.chunks(shard, tbptt_chunks)]
         self._passes_left = len(self.passes)
         self._reader = tbptt.ChunkReader(engine.forward, world.device)
-        self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-        self._of_ranks = torch.zeros(world.size, 4, dtype=torch.float64)
+        self._sums = torch.zeros(3, dtype=torch.float64, device=world.device)
+        self._of_ranks = torch.zeros(world.size, 5, dtype=torch.float64)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Compute the sum to differentiate of one pass."""
         out = self._reader.read(inputs, z_loss=self._z_loss)
-        self._sums += torch.stack([out.total.detach(), out.z_total.detach()])
+        outside = out.total.new_zeros(()) if out.outside is None else out.outside
+        self._sums += torch.stack([out.total.detach(), out.z_total.detach(), outside])
         return out.total + self._z_loss * out.z_total if self._z_loss else out.total
 
     def backward(self, objective: Tensor) -> None:
@@ -99,13 +101,21 @@ class Step:
         self._passes_left -= 1
         if not self._passes_left:
             self._of_ranks = self._world.gather_numbers([*self._sums.tolist(), *self._facts])
+            self._refuse_outside(self._of_ranks[:, 2])
         poisoned = not bool(self._of_ranks[:, 0].isfinite().all())
         weight = self._world.size * len(self.passes) / max(1.0, self._total)
         self._engine.backward(objective * weight, poisoned=poisoned or not self._total)
 
+    def _refuse_outside(self, counts: Tensor) -> None:
+        """Stop all ranks when some read ids that the model's vocabulary does not have."""
+        if counts.any():
+            own, where = int(counts[self._world.rank]), "; ".join(map(describe, self._batches))
+            told = f"{own} ids or labels are outside the model's vocabulary. They are in {where}"
+            self._world.raise_if_any(TrainError(told) if own else None)
+
     def update(self) -> StepResult:
         """Update the weights, unless a loss or the gradient is not finite, or no token is counted."""
-        losses, z, checksums, waited = self._of_ranks.unbind(1)
+        losses, z, _, checksums, waited = self._of_ranks.unbind(1)
         update, total = self._engine.step(), self._total or math.nan
         empty = not self._total
         return StepResult(

@@ -14,8 +14,9 @@ from hybrid.checkpoint.run import load_run
 from hybrid.data.validation import ValidationSet
 from hybrid.distributed.context_parallel import ALONE
 from hybrid.distributed.world import World
+from hybrid.errors import TrainError, UserError, words
 from hybrid.files import write_text
-from hybrid.generate import GenerateError, generate
+from hybrid.generate import generate
 from hybrid.recipe.schema import Recipe
 
 from . import tbptt
@@ -30,6 +31,8 @@ class Score(NamedTuple):
     """Nats per counted token."""
     bits_per_byte: float
     """Nats of all counted tokens / (ln 2 * UTF-8 bytes of the scored text)."""
+    text: str
+    """Fingerprint of the scored text."""
 
 
 @torch.no_grad()
@@ -44,17 +47,23 @@ def score(
     batches, equally many, as a partitioned model (ZeRO-3) needs. `after_batch` is called after each."""
     training = model.training
     model.eval()
-    nats, tokens = 0.0, 0
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)
     for batch in held_out:
         reader = tbptt.ChunkReader(model, world.device)
         for chunk in tbptt.chunks(ALONE.shard(batch), tbptt_chunks):
             loss = reader.read(chunk)
             world.heartbeat.beat("validation")
-            nats, tokens = nats + float(loss.total), tokens + int(loss.tokens)
+            unknown = torch.zeros_like(loss.tokens) if loss.outside is None else loss.outside
+            sums += torch.stack([loss.total.double(), loss.tokens.double(), unknown.double()])
         after_batch()
     model.train(training)
-    nats, counted = world.gather_numbers([nats, tokens]).sum(0).tolist()
-    return Score(nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes))
+    nats, counted, outside = world.gather_numbers(sums.tolist()).sum(0).tolist()
+    if outside:
+        told = f"{outside:.0f} ids of the held-out text are outside the model's vocabulary"
+        world.raise_if_any(TrainError(told))
+    return Score(
+        nats / max(1, counted), nats / math.log(2) / max(1, held_out.bytes), held_out.text_fingerprint
+    )
 
 
 def write_samples(run: Path, recipe: Recipe, device: torch.device, say: Callable[[str], None]) -> list[str]:
@@ -63,15 +72,15 @@ def write_samples(run: Path, recipe: Recipe, device: torch.device, say: Callable
     prompts, length = recipe.train.prompts, recipe.train.sample_tokens
     if not prompts or not length:
         return []
-    model, tokenizer, _ = load_run(run)
-    model.to(device).eval()
-    try:
+    texts: list[str] = []
+    try:  # the run is saved and its scores stand, whatever comes of samples
+        model, tokenizer, _ = load_run(run)
+        model.to(device).eval()
         found = generate(
             model, tokenizer, prompts, max_tokens=length, temperature=TEMPERATURE, seed=recipe.train.seed
         )
-    except GenerateError as error:  # the run is saved and its scores stand, whatever comes of samples
-        say(f"no samples: {error}")
-        return []
-    texts = [prompt + one.text for prompt, one in zip(prompts, found, strict=True)]
-    write_text(run / "samples.txt", "\n\n----\n\n".join(texts) + "\n")
+        texts = [prompt + one.text for prompt, one in zip(prompts, found, strict=True)]
+        write_text(run / "samples.txt", "\n\n----\n\n".join(texts) + "\n")
+    except (UserError, OSError) as error:
+        say(f"{'samples are not kept' if texts else 'no samples'}: {words(error)}")
     return texts

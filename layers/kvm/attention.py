@@ -28,13 +28,15 @@ from ..softmax import attention
 from ..softmax.attention import same_dtype
 from ..softmax.grid import ChunkGrid
 from ..softmax.kernels import choose
+from .attend import Inputs, Plan, scaled
 from .chunks import Group, groups, within_chunk
 from .contributions import Norm, Sums, Tokens
+from .parallel import choose_walk
 from .routing import Choice, Replay, Routes, as_routes, first_slots, in_time, joined_routes
 from .slots import Slots
-from .spec import Budget, KVMSpec, updates
+from .spec import Budget, KVMSpec, Update, updates
 from .state import KVMState
-from .walk import Inputs, Plan, Walk, Walked, scaled, walk
+from .walk import Walk, Walked, walk
 
 __all__ = ["Budget", "KVMSpec", "KVMState", "Routes", "advance_state", "kvm_attention"]
 
@@ -71,9 +73,10 @@ def kvm_attention(
     lengths: Sequence[int] = (),
     routes: Routes | None = None,
     want_state: bool = True,
+    want_routes: bool = True,
     want_margins: bool = False,
     statistics: dict[str, Tensor] | None = None,
-) -> tuple[Tensor, KVMState | None, Routes]:
+) -> tuple[Tensor, KVMState | None, Routes | None]:
     """Compute Key-Value Means attention (the paper's operator; logits are scaled by 1 / sqrt(D)).
 
     Args:
@@ -85,11 +88,13 @@ def kvm_attention(
         state: what an earlier call returned; it carries the position. Without gradients it is spent.
         lengths: documents packed in the row (B = 1); each starts at position 0, and no state comes out.
         routes: decisions to replay, for at least the tokens that this call absorbs.
+        want_routes: give them; without, packed rows of a batch need no index lists for them.
         want_margins: report how close each decision was (`Routes.margin`).
         statistics: receives `slots`, `tokens_per_slot` and `state_mass` (mean attention mass on slots).
 
     Returns:
-        `y` `[B, T, H, D]` in q's dtype; the state to go on from (None if not wanted or packed); the routes.
+        `y` `[B, T, H, D]` in q's dtype; the state to go on from (None if not wanted or packed); the routes
+        (None if not wanted).
 
     Routing, sums, norms and radii are in fp32 (float64 for float64 inputs), whatever the inputs' dtype.
     Raises LayerError for shapes, dtypes or routes that do not fit.
@@ -107,7 +112,7 @@ def kvm_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     front, back = (None if t is None else t.to(wide)[:, None] for t in (front_temperature, state_temperature))
     norm = Norm(norm_weight.to(wide), norm_bias.to(wide))
-    call = _Call(spec, norm, front, back, routes, want_margins, statistics)
+    call = _Call(spec, norm, front, back, routes, want_routes, want_margins, statistics)
     tokens = _tokens(k, v, merge_gate, spec)
     with torch.autocast(q.device.type, enabled=False):
         if lengths:
@@ -134,6 +139,7 @@ def advance_state(
     with torch.autocast(k.device.type, enabled=False):
         _, after, made = _sequences(call, None, _tokens(k, v, merge_gate, spec), state.take(), True)
     assert after is not None
+    assert made is not None
     return after, made
 
 
@@ -184,8 +190,14 @@ class _Call:
     front: Tensor | None = None
     back: Tensor | None = None
     replay: Routes | None = None
+    routes: bool = True
     margins: bool = False
     statistics: dict[str, Tensor] | None = None
+
+    def groups(self, grid: ChunkGrid, steps: list[Update], k: Tensor) -> list[Group]:
+        """Plan the walk over a grid, on keys like `k` `[B, T, G, D]`."""
+        at_once = None if choose_walk(k, self.margins) == "chunks" else (k.shape[2], k.shape[3])
+        return groups(self.spec, grid.spans, tuple(steps), k.device, at_once)
 
     def note(self, lengths: Sequence[int], found: Walked | None, grid: ChunkGrid | None) -> None:
         """Leave statistics of sequences of these lengths; `found`: None where nobody reads slots."""
@@ -195,7 +207,7 @@ class _Call:
             sum(map(count, lengths)) / len(lengths) for count in (self.spec.slots_at, self.spec.coverage)
         )
         mass = torch.zeros(1, device=self.norm.weight.device)
-        if found is not None:
+        if found is not None and found.window is not None:
             mass = (1 - torch.exp(found.window - found.lse)).transpose(1, 2)
         self.statistics["slots"] = torch.tensor(float(slots))
         self.statistics["tokens_per_slot"] = torch.tensor(tokens / slots)
@@ -210,9 +222,14 @@ def _walked(
     `starts`: where in given routes each sequence's tokens start. Returns the sums and slots after it, too.
     """
     replay = None if call.replay is None else Replay(call.replay, starts)
-    whole = Plan(call.spec, 1 / math.sqrt(q.shape[-1]), choose(q), plan, replay, call.margins)
+    walks = choose_walk(tokens.k, call.margins)
+    whole = Plan(
+        call.spec, 1 / math.sqrt(q.shape[-1]), choose(q), walks, plan, replay, call.margins,
+        call.statistics is not None,
+    )  # fmt: skip
     inputs = Inputs(q, *tokens, call.front, call.back, *call.norm)
-    slots = before.slots_for(plan[-1].slots, call.norm, call.spec, tokens.k.dtype)
+    room = plan[-1].slots if plan[-1].steps is None else None
+    slots = before.slots_for(room, call.norm, call.spec, tokens.k.dtype)
     if not torch.is_grad_enabled():
         return walk(whole, inputs, slots), slots.used(), slots
     y, slot, founds, margin, window, lse, *sums = Walk.apply(whole, slots, *inputs, *before.sums())
@@ -221,7 +238,7 @@ def _walked(
 
 def _sequences(
     call: _Call, q: Tensor | None, new: Tokens, state: KVMState, want_state: bool
-) -> tuple[Tensor, KVMState | None, Routes]:
+) -> tuple[Tensor, KVMState | None, Routes | None]:
     """Walk through equal sequences, which go on from `state`; q None: without attending."""
     spec, position = call.spec, state.position
     batch, count = new.k.shape[:2]
@@ -234,10 +251,11 @@ def _sequences(
     else:
         grid = ChunkGrid.equal(batch, count, spec.chunk, position, state.held // spec.chunk)
         first = spec.window_start(position) // spec.chunk
-        if first == 0:  # the window still holds the first chunk: the initial state is made again from there
+        if first == 0 and position:
+            # The window still holds the first chunk: the initial state is made again from there.
             before = KVMState.empty(new.k, spec.gated)
         steps = updates(spec, [grid.spans[0].end - 1 - spec.window_chunks] * batch, first, before.slots)
-        plan, rows = groups(spec, grid, steps, new.k.device), tokens.map(grid.keys)
+        plan, rows = call.groups(grid, steps, new.k), tokens.map(grid.keys)
         q = None if q is None else grid.queries(q)
     if q is None:
         plan = [group.without_queries() for group in plan]
@@ -245,9 +263,10 @@ def _sequences(
     found, sums, slots = _walked(call, plan, q_rows, rows, before, [(b, 0) for b in range(batch)])
     y, choice = found.y, found.choice
     if grid is not None:
-        choice = in_time(choice, steps, range(batch), spec.coverage(position) - first * spec.chunk)
         y = y if q is None else grid.tokens_of(y)
-    routes = as_routes(choice, spec.coverage(position))
+        if call.routes:
+            choice = in_time(choice, steps, range(batch), spec.coverage(position) - first * spec.chunk)
+    routes = as_routes(choice, spec.coverage(position)) if call.routes else None
     call.note([end], found, grid)
     if not want_state:
         return y, None, routes
@@ -258,7 +277,7 @@ def _sequences(
     return y, after, routes
 
 
-def _packed(call: _Call, q: Tensor, tokens: Tokens, lengths: Sequence[int]) -> tuple[Tensor, Routes]:
+def _packed(call: _Call, q: Tensor, tokens: Tokens, lengths: Sequence[int]) -> tuple[Tensor, Routes | None]:
     """Documents longer than their window share a grid; the others are plain causal attention."""
     spec, every = call.spec, range(len(lengths))
     covered = [spec.coverage(length) for length in lengths]
@@ -272,15 +291,18 @@ def _packed(call: _Call, q: Tensor, tokens: Tokens, lengths: Sequence[int]) -> t
         grid = ChunkGrid.packed([sum(lengths[:i]) for i in long], own_lengths, spec.chunk, q.device)
         steps = updates(spec, [span.end - 1 - spec.window_chunks for span in grid.spans])
         empty = KVMState.empty(tokens.k.expand(len(long), -1, -1, -1), spec.gated)
-        plan, starts = groups(spec, grid, steps, q.device), [(0, sum(covered[:i])) for i in long]
+        plan, starts = call.groups(grid, steps, tokens.k), [(0, sum(covered[:i])) for i in long]
         found, _, _ = _walked(call, plan, grid.queries(q), tokens.map(grid.keys), empty, starts)
         y = dict(zip(long, grid.tokens_of(found.y).split(own_lengths, 1), strict=True))
-        made = {i: as_routes(in_time(found.choice, steps, [place]), 0) for place, i in enumerate(long)}
+        if call.routes:
+            made = {i: as_routes(in_time(found.choice, steps, [place]), 0) for place, i in enumerate(long)}
     documents = zip(scaled(q, call.front).split(list(lengths), 1), tokens.split(lengths), strict=True)
     for i, (own_q, own) in enumerate(documents):
         if i not in y:
             y[i], _ = attention(own_q, own.k, own.v, causal=True)
-            first = own.k[:, : covered[i]].detach().transpose(1, 2)
-            made[i] = as_routes(first_slots(first, margins=call.margins), 0)
+            if call.routes:
+                first = own.k[:, : covered[i]].detach().transpose(1, 2)
+                made[i] = as_routes(first_slots(first, margins=call.margins), 0)
     call.note([lengths[i] for i in long or every], found, grid)
-    return torch.cat([y[i] for i in every], 1), joined_routes([made[i] for i in every])
+    out = torch.cat([y[i] for i in every], 1)
+    return out, joined_routes([made[i] for i in every]) if call.routes else None

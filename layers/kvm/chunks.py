@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from ..indices import kept
 from ..softmax import ALL, Mask, Part
-from ..softmax.grid import ChunkGrid, rows
+from ..softmax.grid import Span, rows
 from ..softmax.joined import Rows
 from .spec import KVMSpec, Update
+from .steps import GROUP_BYTES, Steps, steps, update_bytes
 
 GROUP_CHUNKS = 4
 """Updates in a group, at least: few, as caches are small. But a group has as many tokens of each sequence as
@@ -47,6 +49,8 @@ class Group:
     """Rows of keys: the queries' windows."""
     window: list[Part]
     """The group's queries over its keys."""
+    steps: Steps | None = None
+    """Take the steps for all chunks at once, by this layout; None: chunk by chunk."""
 
     @property
     def updates(self) -> list[Update]:
@@ -57,10 +61,17 @@ class Group:
         """After its last update; 0 where it has none."""
         return self.updates[-1].after if self.updates else 0
 
+    @property
+    def readers(self) -> slice:
+        """Rows of the group's queries that read slots."""
+        found = [chunk.readers for chunk in self.chunks if chunk.readers is not None]
+        return slice(found[0].start, found[-1].stop) if found else slice(0, 0)
+
     def without_queries(self) -> Group:
         """Keep only what enters the state."""
         chunks = [chunk._replace(readers=None) for chunk in self.chunks]
-        return replace(self, chunks=chunks, queries=slice(0, 0), keys=slice(0, 0), window=[])
+        steps = None if self.steps is None else self.steps._replace(keys=None)
+        return replace(self, chunks=chunks, queries=slice(0, 0), keys=slice(0, 0), window=[], steps=steps)
 
 
 def within_chunk(spec: KVMSpec, batch: int, position: int, tokens: int, slots: int) -> Group:
@@ -87,14 +98,24 @@ def within_chunk(spec: KVMSpec, batch: int, position: int, tokens: int, slots: i
     return Group([chunk], entering, of_row, every, every, window)
 
 
-def groups(spec: KVMSpec, grid: ChunkGrid, updates: Sequence[Update], device: torch.device) -> list[Group]:
-    """Plan a call on a grid: every chunk of queries and every update is in one group."""
-    spans, window = grid.spans, spec.window_chunks
+@kept
+def groups(
+    spec: KVMSpec,
+    spans: tuple[Span, ...],
+    updates: tuple[Update, ...],
+    device: torch.device,
+    at_once: tuple[int, int] | None,
+) -> list[Group]:
+    """Plan a call on a grid: every chunk of queries and every update is in one group.
+
+    `at_once`: key/value heads and their size, where groups are to be worked on as a whole.
+    """
+    window = spec.window_chunks
     found, start = [], spans[0].first
-    for bundle in _bundles(updates, spec.chunk):
+    for bundle in _bundles(updates, spec.chunk, at_once):
         end = min(bundle[-1].number + window + 1, spans[0].end)
         oldest = max(start + 1 - window, spans[0].first - spans[0].held)
-        queries, keys = _Rows(grid, start, end), _Rows(grid, oldest, end)
+        queries, keys = _Rows(spans, start, end), _Rows(spans, oldest, end)
         chunks = [Chunk(update, queries.of(update.number + window)) for update in bundle]
         if bundle[0].number + window > start >= window:  # the slots before the first update are read, too
             chunks.insert(0, Chunk(None, queries.of(start)))
@@ -107,6 +128,7 @@ def groups(spec: KVMSpec, grid: ChunkGrid, updates: Sequence[Update], device: to
                 rows([spans[b].query(c) for c, b in queries.places], device),
                 rows([spans[b].key(c) for c, b in keys.places], device),
                 _window_parts(queries, keys, window, device),
+                None if at_once is None else _steps(chunks, bundle, at_once[0], spec.chunk, device),
             )
         )
         start = end
@@ -116,8 +138,8 @@ def groups(spec: KVMSpec, grid: ChunkGrid, updates: Sequence[Update], device: to
 class _Rows:
     """Chunks `start` to `end` of all sequences, by chunk, then by sequence: the first ones last longest."""
 
-    def __init__(self, grid: ChunkGrid, start: int, end: int) -> None:
-        counts = [sum(c < span.end for span in grid.spans) for c in range(start, end)]
+    def __init__(self, spans: Sequence[Span], start: int, end: int) -> None:
+        counts = [sum(c < span.end for span in spans) for c in range(start, end)]
         self.start, self.end = start, end
         self.before = list(accumulate(counts, initial=0))
         self.places = [(c, b) for c, count in enumerate(counts, start) for b in range(count)]
@@ -132,14 +154,28 @@ class _Rows:
         return slice(self.before[chunk - self.start], self.before[chunk - self.start + 1])
 
 
-def _bundles(updates: Sequence[Update], chunk: int) -> list[list[Update]]:
+def _bundles(updates: Sequence[Update], chunk: int, at_once: tuple[int, int] | None) -> list[list[Update]]:
     """Cut the updates into those of one group each."""
     bundles: list[list[Update]] = []
     for update in updates:
-        if not bundles or len(bundles[-1]) >= max(GROUP_CHUNKS, update.after // chunk):
+        if not bundles or _full(bundles[-1], update, chunk, at_once):
             bundles.append([])
         bundles[-1].append(update)
     return bundles
+
+
+def _full(bundle: list[Update], following: Update, chunk: int, at_once: tuple[int, int] | None) -> bool:
+    if at_once is None:
+        return len(bundle) >= max(GROUP_CHUNKS, following.after // chunk)
+    return (len(bundle) + 2) * update_bytes(following, *at_once, chunk) > GROUP_BYTES
+
+
+def _steps(chunks: list[Chunk], bundle: list[Update], heads: int, chunk: int, device: torch.device) -> Steps:
+    """Lay out what is made at once: the state before the first update is read where a chunk makes none."""
+    readers = [0 if c.readers is None else c.readers.stop - c.readers.start for c in chunks]
+    if chunks[0].update is not None:
+        readers.insert(0, 0)
+    return steps(tuple(bundle), tuple(readers), heads, chunk, device)
 
 
 def _window_parts(queries: _Rows, keys: _Rows, window: int, device: torch.device) -> list[Part]:

@@ -36,7 +36,7 @@ def sharded_attention(
     spec: KVMSpec,
     routes: list[Routes] | None,
     **settings: Any,
-) -> tuple[Tensor, list[Routes]]:
+) -> tuple[Tensor, list[Routes | None]]:
     """Run `kvm_attention`, with its `settings`, for this rank's share `[B, t, H, D]` of a sequence.
 
     `routes`: decisions to replay, as an earlier call returned them: one entry for each call of the operator.

@@ -152,6 +152,7 @@ class KVM(ProjectedMixer):
             "front_temperature": front,
             "state_temperature": back,
             "routes": None if routes is None else routes.get(layer),
+            "want_routes": routes is not None,
             "statistics": statistics,
         }
         operator: KVMState | None = None

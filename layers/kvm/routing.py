@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends import full_precision
 from ..errors import LayerError
 from .slots import Slots
 from .spec import Update
@@ -137,7 +138,8 @@ def route(
     if update.number == 0 or update.after - update.before == keys.shape[2]:
         return first_slots(keys, update.before, margins and replay is None)
     gate = gate if slots.spec.gate_keys else None
-    return _decide(keys, gate, slots.routing_keys(update.sequences), update, slots, margins)
+    with full_precision(keys):
+        return _decide(keys, gate, slots.routing_keys(update.sequences), update, slots, margins)
 
 
 def _decide(

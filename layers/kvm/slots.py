@@ -34,11 +34,14 @@ Places = tuple[Tensor, Tensor, Tensor | None]
 class Slots:
     """Sums of slots that tokens are added to in place, and the form they are read in."""
 
-    def __init__(self, sums: Sums, room: int, norm: Norm, spec: KVMSpec, dtype: torch.dtype) -> None:
-        """`sums` `[N, G, S, ...]` are copied into buffers of `room` slots; `dtype`: of what queries meet."""
+    def __init__(self, sums: Sums, room: int | None, norm: Norm, spec: KVMSpec, dtype: torch.dtype) -> None:
+        """`sums` `[N, G, S, ...]` are copied into buffers of `room` slots (None: taken as they are, to be
+        replaced but not changed); `dtype`: of what queries meet."""
         self.norm, self.spec, self.dtype = norm, spec, dtype
         self.sequences, _, self.count, _ = sums.keys.shape
-        self.sums = Sums(*(with_room(x.detach(), max(room, self.count), 2) for x in sums))
+        self.sums = Sums(*(x.detach() for x in sums))
+        if room is not None:
+            self.sums = Sums(*(with_room(x, max(room, self.count), 2) for x in self.sums))
         self.form: list[Tensor] | None = None
         """Keys and values `[N, G, S, D]` that queries meet and, where these are narrower than the sums, the
         keys in full, which routing needs; maybe with room for more. None: never read."""
@@ -53,6 +56,11 @@ class Slots:
     def box(self) -> Box:
         """Index of the slots in use, in tensors `[N, G, room, ...]`."""
         return slice(0, self.sequences), ALL, slice(0, self.count)
+
+    def replace(self, sums: Sums) -> None:
+        """Take other sums `[n, G, S, ...]`, as they are after several updates."""
+        self.sums, self.form, self.stale = sums, None, ALL
+        self.sequences, _, self.count, _ = sums.keys.shape
 
     def used(self) -> Sums:
         """Return the sums `[n, G, S, ...]`; views."""

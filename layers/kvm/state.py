@@ -42,9 +42,9 @@ class KVMState(MixerState):
         """Make the state before the first token, for keys like `k` `[B, *, G, D]`."""
         batch, _, heads, size = k.shape
         wide = torch.promote_types(k.dtype, torch.float32)
-        key_sums, value_sums, radius = (k.new_zeros(batch, heads, 0, s, dtype=wide) for s in (size, size, 1))
-        keys, values = (k.new_zeros(batch, 0, heads, size) for _ in range(2))
-        gate = k.new_zeros(batch, 0, heads, dtype=wide) if gated else None
+        key_sums, value_sums, radius = (k.new_empty(batch, heads, 0, s, dtype=wide) for s in (size, size, 1))
+        keys, values = (k.new_empty(batch, 0, heads, size) for _ in range(2))
+        gate = k.new_empty(batch, 0, heads, dtype=wide) if gated else None
         return cls(0, 0, 0, key_sums, value_sums, radius, keys, values, gate)
 
     def take(self) -> Self:
@@ -64,13 +64,14 @@ class KVMState(MixerState):
         assert self.window_v is not None
         return Tokens(self.window_k, self.window_v, self.window_gate)
 
-    def slots_for(self, room: int, norm: Norm, spec: KVMSpec, dtype: torch.dtype) -> Slots:
-        """Return slots for a call to change, read in `dtype`: without gradients those of the last call."""
+    def slots_for(self, room: int | None, norm: Norm, spec: KVMSpec, dtype: torch.dtype) -> Slots:
+        """Return slots for a call to change (`room` None: to replace), read in `dtype`: without gradients
+        those of the last call."""
         own = self._slots
         if torch.is_grad_enabled() or own is None or own.dtype != dtype or is_frozen(own.sums.keys):
             return Slots(self.sums(), room, norm, spec, dtype)
         own.norm = norm
-        own.reserve(room)
+        own.reserve(room or 0)
         return own
 
     def followed_by(self, new: Tokens, in_place: bool) -> Tokens:
@@ -83,7 +84,9 @@ class KVMState(MixerState):
         buffers = self._window = (self._window or [GrowingBuffer() for _ in new]) if in_place else None
 
         def joined(a: Tensor, b: Tensor, place: int) -> Tensor:
-            return torch.cat((a, b), 1) if buffers is None else buffers[place].append(a, b)
+            if buffers is not None:
+                return buffers[place].append(a, b)
+            return torch.cat((a, b), 1) if a.shape[1] else b
 
         gate = None if held.gate is None or new.gate is None else joined(held.gate, new.gate, 2)
         return Tokens(joined(held.k, new.k, 0), joined(held.v, new.v, 1), gate)

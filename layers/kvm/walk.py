@@ -13,7 +13,6 @@ size. Rows that enter the state are ordered by update, then by sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +20,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..softmax import Part
-from ..softmax.joined import Gradient, Joint, Rows, part_gradients
+from ..softmax.joined import Joint
+from .attend import Backward, Inputs, Plan, add_rows, attend, scaled, state_backward, window_backward
 from .chunks import Group
-from .contributions import Entered, Norm, Sums, Tokens, contributions, prepare, weights
-from .routing import Choice, Replay, first_slots, joined_choices, route
+from .contributions import Entered, Sums, contributions, prepare, weights
+from .parallel import walk_group, walk_group_backward
+from .routing import Choice, first_slots, joined_choices, route
 from .slots import (
     Places,
     Refreshed,
@@ -36,40 +37,6 @@ from .slots import (
     read_backward,
     refresh,
 )
-from .spec import KVMSpec
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Settings and order of a walk: all it needs beside tensors."""
-
-    spec: KVMSpec
-    scale: float
-    kernel: str
-    groups: list[Group]
-    replay: Replay | None
-    margins: bool
-
-
-class Inputs(NamedTuple):
-    """The walk's differentiable inputs, or their gradients."""
-
-    q: Tensor  # [R, C, H, D]
-    k: Tensor  # [R, C, G, D]
-    v: Tensor
-    gate: Tensor | None  # [R, C, G]
-    front: Tensor | None  # [H, 1], temperatures of window keys
-    back: Tensor | None  # and of slots
-    weight: Tensor  # [D], the norm of state keys
-    bias: Tensor
-
-    @property
-    def norm(self) -> Norm:
-        return Norm(self.weight, self.bias)
-
-    def entering(self, group: Group) -> Tokens:
-        """Select the tokens of a group that enter the state, by row."""
-        return Tokens(*self[1:4]).map(lambda x: x[group.entering, group.entering_tokens])
 
 
 class Walked(NamedTuple):
@@ -77,7 +44,7 @@ class Walked(NamedTuple):
 
     y: Tensor  # heads [R, C, H, D]
     choice: Choice  # of the rows that entered, [R, G, C]
-    window: Tensor  # log-sum-exp over the window alone, [R, H, C]
+    window: Tensor | None  # log-sum-exp over the window alone, [R, H, C], if asked for
     lse: Tensor  # over all keys
 
 
@@ -88,26 +55,18 @@ def walk(plan: Plan, x: Inputs, slots: Slots, kept: list[Tensor] | None = None) 
     """
     rows, tokens, heads, _ = x.q.shape
     y, lse = x.q.new_empty(x.q.shape), x.weight.new_empty(rows, heads, tokens)
-    window, choices = torch.empty_like(lse), []
+    window, choices = torch.empty_like(lse) if plan.measured else None, []
     for group in plan.groups:
         if kept is not None:
-            kept += [sums.clone() for sums in slots.used()]
+            kept += [sums.clone() if group.steps is None else sums for sums in slots.used()]
         q = x.q[group.queries]
         joint = Joint(q, y[group.queries] if isinstance(group.queries, slice) else None)
         attend(plan, joint, scaled(q, x.front), x.k[group.keys], x.v[group.keys], group.window)
-        window[group.queries] = joint.lse
+        if window is not None:
+            window[group.queries] = joint.lse
         q = scaled(q, x.back)
-        entering = _entering(plan, x, group)
-        for update, readers in group.chunks:
-            if update is not None:
-                prepared, values, gate = next(entering)
-                choice = route(prepared, gate, slots, update, plan.replay, plan.margins)
-                weight = weights(choice.founds, gate, [update], plan.spec)
-                accumulate(slots, contributions(prepared, values, weight, plan.spec), choice.slot, update)
-                choices.append(choice)
-            if readers is not None:
-                keys, values = read(slots)
-                attend(plan, joint, q, keys, values, [Part(readers)])
+        take_in = walk_chunks if group.steps is None else walk_group
+        choices += take_in(plan, x, group, slots, joint, q)
         out, lse[group.queries] = joint.result()
         if not isinstance(group.queries, slice):
             y[group.queries] = out
@@ -115,6 +74,22 @@ def walk(plan: Plan, x: Inputs, slots: Slots, kept: list[Tensor] | None = None) 
         nothing = x.k.transpose(1, 2)[:, :, :0]
         choices = [first_slots(nothing, margins=plan.margins)]
     return Walked(y, joined_choices(choices), window, lse)
+
+
+def walk_chunks(plan: Plan, x: Inputs, group: Group, slots: Slots, joint: Joint, q: Tensor) -> list[Choice]:
+    """Take the four steps chunk by chunk; `q`: what meets slots; gives the decisions of every update."""
+    entering, choices = _entering(plan, x, group), []
+    for update, readers in group.chunks:
+        if update is not None:
+            prepared, values, gate = next(entering)
+            choice = route(prepared, gate, slots, update, plan.replay, plan.margins)
+            weight = weights(choice.founds, gate, [update], plan.spec)
+            accumulate(slots, contributions(prepared, values, weight, plan.spec), choice.slot, update)
+            choices.append(choice)
+        if readers is not None:
+            keys, values = read(slots)
+            attend(plan, joint, q, keys, values, [Part(readers)])
+    return choices
 
 
 def _entering(plan: Plan, x: Inputs, group: Group) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
@@ -126,36 +101,6 @@ def _entering(plan: Plan, x: Inputs, group: Group) -> Iterator[tuple[Tensor, Ten
     keys = prepare(k, plan.spec.rotary_dim, x.norm)
     gates = [None] * len(sizes) if gate is None else gate.split(sizes)
     return zip(keys.split(sizes), v.split(sizes), gates, strict=True)
-
-
-def scaled(q: Tensor, temperature: Tensor | None) -> Tensor:
-    """Multiply queries `[..., H, D]` by their heads' temperatures."""
-    return q if temperature is None else (q * temperature).to(q.dtype)
-
-
-def attend(plan: Plan, joint: Joint, q: Tensor, keys: Tensor, values: Tensor, parts: list[Part]) -> None:
-    """Step 4: take more keys into the softmax of a group's queries."""
-    joint.add(plan.kernel, [q], [keys], [values], parts, plan.scale)
-
-
-def attend_backward(
-    plan: Plan,
-    joint: tuple[Tensor, Tensor, Tensor],
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    parts: list[Part],
-    into: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> list[Any]:
-    """Return gradients of `q`, `keys` and `values`, in at least fp32.
-
-    `joint`: the output's gradient, the output, and the log-sum-exp, of the whole softmax; `into`: what the
-    gradients of keys and values are added to.
-    """
-    d_q, d_keys, d_values = found = Gradient(q), Gradient(keys, into[0]), Gradient(values, into[1])
-    gradients = [d_q], [d_keys], [d_values]
-    part_gradients(plan.kernel, joint, [q], [keys], [values], parts, plan.scale, gradients)
-    return [x.total for x in found]
 
 
 def group_backward(
@@ -179,55 +124,41 @@ def group_backward(
     Returns:
         Gradients of the sums before the group.
     """
-    before, (slot, founds) = slots.box, decided
-    q = x.q[group.queries]
-    back = scaled(q, x.back)
-    d_q = _window_backward(plan, group, x, d, joint)
+    slot, founds = decided
+    b = Backward(plan, group, x, d, window_backward(plan, group, x, d, joint), joint)
     entered = Entered(x.entering(group), founds, group.updates, plan.spec, x.norm)
-    changes = _made_again(group, entered.sums, slot, slots)
-    d_slots, d_added, end = SlotGradients(slots, last, d.norm), _rows_like(entered.sums), len(founds)
-    for (update, readers), (places, refreshed) in zip(reversed(group.chunks), reversed(changes), strict=True):
+    take_back = walk_chunks_backward if group.steps is None else walk_group_backward
+    d_before, d_added = take_back(b, entered.sums, slot, slots, last)
+    d.q[group.queries] = b.d_q.to(d.q.dtype)
+    d_tokens = entered.backward(d_added, d.norm)
+    for total, found in zip((d.k[..., plan.spec.rotary_dim :], d.v, d.gate), d_tokens, strict=True):
+        if total is not None and found is not None:
+            add_rows(total[:, group.entering_tokens], group.entering, found)
+    return d_before
+
+
+def walk_chunks_backward(
+    b: Backward, added: Sums, slot: Tensor, slots: Slots, last: Sequence[Tensor | None]
+) -> tuple[Sums, Sums]:
+    """Take back chunk by chunk what `walk_chunks` did.
+
+    `added`: what tokens added, `[R, G, C, ...]`, to the slots `slot`; `slots`: as they were before the group;
+    `last`: gradients of the sums after it. Returns gradients of the sums before, and of `added`.
+    """
+    before = slots.box
+    changes = _made_again(b.group, added, slot, slots)
+    d_slots, d_added, end = SlotGradients(slots, last, b.d.norm), _rows_like(added), len(slot)
+    turns = zip(reversed(b.group.chunks), reversed(changes), strict=True)
+    for (update, readers), (places, refreshed) in turns:
         if readers is not None and refreshed is not None:
-            keys, values = slots.visible(refreshed.box)
-            own = joint[0][readers], joint[1][readers], joint[2][readers]
-            d_own, *d_form = attend_backward(plan, own, back[readers], keys, values, [Part()])
-            _through_temperature(d_own, q[readers], x.back, d.back)
-            d_q[readers] += d_own
-            d_slots.add(*d_form)
+            d_slots.add(*state_backward(b, readers, *slots.visible(refreshed.box), [Part()]))
             read_backward(slots, refreshed, d_slots)
         if update is not None and places is not None:
             own_rows = slice(end - update.sequences, end)
             accumulate_backward(places, d_slots, Sums(*(t[own_rows] for t in d_added)))
             end -= update.sequences
-    d.q[group.queries] = d_q.to(d.q.dtype)
-    d_tokens = entered.backward(Sums(*(rows.transpose(1, 2) for rows in d_added)), d.norm)
-    for total, found in zip((d.k[..., plan.spec.rotary_dim :], d.v, d.gate), d_tokens, strict=True):
-        if total is not None and found is not None:
-            _add_rows(total[:, group.entering_tokens], group.entering, found)
-    return Sums(*(sums[before] for sums in d_slots.sums))
-
-
-def _window_backward(
-    plan: Plan, group: Group, x: Inputs, d: Inputs, joint: tuple[Tensor, Tensor, Tensor]
-) -> Tensor:
-    """Add gradients of the window's keys and values; return the queries', in at least fp32."""
-    q, k, v = x.q[group.queries], x.k[group.keys], x.v[group.keys]
-    if not group.window:
-        return q.to(x.weight.dtype)  # no queries
-    into = (d.k[group.keys], d.v[group.keys]) if isinstance(group.keys, slice) else (None, None)
-    d_q, d_k, d_v = attend_backward(plan, joint, scaled(q, x.front), k, v, group.window, into)
-    if into[0] is None:
-        _add_rows(d.k, group.keys, d_k)
-        _add_rows(d.v, group.keys, d_v)
-    _through_temperature(d_q, q, x.front, d.front)
-    return d_q
-
-
-def _through_temperature(d_q: Tensor, q: Tensor, scale: Tensor | None, d_scale: Tensor | None) -> None:
-    """Turn the gradient of `q * scale` into that of `q`, in place; adds to that of `scale`."""
-    if scale is not None and d_scale is not None:
-        d_scale += torch.linalg.vecdot(d_q, q.to(d_q.dtype)).sum((0, 1))[:, None]
-        d_q *= scale
+    d_before = Sums(*(sums[before] for sums in d_slots.sums))
+    return d_before, Sums(*(rows.transpose(1, 2) for rows in d_added))
 
 
 def _made_again(
@@ -250,13 +181,6 @@ def _rows_like(added: Sums) -> Sums:
     """Make room for gradients of what tokens added, `[R, C, G, ...]`; 0 of radii, as most change none."""
     keys, values, radius = (x.transpose(1, 2) for x in added)
     return Sums(keys.new_empty(keys.shape), values.new_empty(keys.shape), radius.new_zeros(radius.shape))
-
-
-def _add_rows(total: Tensor, rows: Rows, share: Tensor) -> None:
-    if isinstance(rows, slice):
-        total[rows] += share
-    else:
-        total.index_add_(0, rows, share.to(total.dtype))
 
 
 class Walk(torch.autograd.Function):
@@ -285,7 +209,8 @@ class Walk(torch.autograd.Function):
         grad = torch.zeros_like(y) if grad is None else grad
         d, last, end = _empty_gradients(x), grads[-3:], len(slot)
         for group in reversed(plan.groups):
-            slots = Slots(Sums(*kept[-3:]), group.slots, x.norm, plan.spec, x.k.dtype)
+            room = group.slots if group.steps is None else None
+            slots = Slots(Sums(*kept[-3:]), room, x.norm, plan.spec, x.k.dtype)
             del kept[-3:]
             joint = grad[group.queries], y[group.queries], lse[group.queries]
             start = end - sum(update.sequences for update in group.updates)

@@ -8,8 +8,8 @@ whole chunks of its own; the recurrence starts anew at each one's first chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..backends import full_precision
+from ..indices import kept, offsets, on_device
+
 LEAST_DECAY = -40.0
 """Log decays are raised to this: e^-40 is 4e-18, below rounding of anything it multiplies."""
 MOST_DECAY = -100.0
-"""Log decay of a chunk down to which fp32 holds its centred factors, from e^-50 to e^50. (float64 holds any
-chunk of 16, which decays by no more than e^(16 * LEAST_DECAY).)"""
+"""Log decay of a chunk down to which fp32 holds its centred factors, from e^-50 to e^50."""
 GROUP_ROWS = 4096
 """Chunks are worked on so many rows (tokens times heads) at a time, which keeps them in a CPU's cache."""
-GROUP_ROWS_GPU = 2**18
+GROUP_ROWS_GPU = 2**17
+CHUNK_GPU = 64
+"""Tokens in a chunk on a GPU, where launches cost more than products."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,7 @@ class ChunkLayout:
         if len(lengths) < 2:
             count = -(-tokens // size)
             return cls(tokens, size, count, (False,) * count)
-        counts = torch.tensor([-(-length // size) for length in lengths])
-        sizes = torch.tensor(lengths)
-        first = counts.cumsum(0) - counts
-        gaps = first * size - (sizes.cumsum(0) - sizes)
-        places = (torch.arange(tokens) + gaps.repeat_interleave(sizes)).to(device)
-        starts = [False] * int(counts.sum())
-        for chunk in first.tolist():
-            starts[chunk] = True
-        return cls(tokens, size, len(starts), tuple(starts), places)
+        return _packed(tuple(lengths), size, device)
 
     def split(self, x: Tensor) -> Tensor:
         """Take `[B, T, ...]` to `[N, B, L, ...]`."""
@@ -72,23 +68,32 @@ class ChunkLayout:
         return x.transpose(0, 1).flatten(1, 2)[:, : self.tokens]
 
 
+@kept
+def _packed(lengths: tuple[int, ...], size: int, device: torch.device) -> ChunkLayout:
+    counts = [-(-length // size) for length in lengths]
+    first = {0, *accumulate(counts)}
+    starts = tuple(chunk in first for chunk in range(sum(counts)))
+    places = on_device(offsets(lengths, [count * size for count in counts]), device)
+    return ChunkLayout(sum(lengths), size, len(starts), starts, places)
+
+
 def running_decay(g: Tensor, axis: int) -> Tensor:
     """Sum up log decays along `axis`, the tokens of a chunk, in float64: after fast decays fp32 sums
     would cancel. The sum stays above LEAST_DECAY times the tokens."""
     return g.double().clamp(min=LEAST_DECAY).cumsum(axis)
 
 
-def choose_chunks(g: Tensor, sizes: Sequence[int], lengths: Sequence[int]) -> tuple[ChunkLayout, Tensor]:
-    """Choose the longest chunks of `sizes` whose log decays `g` `[B, T, ...]` fp32 can factor.
-
-    Returns the layout and g; where even the shortest chunks decay too much g is float64, and the operator has
-    to compute so.
-    """
+def choose_chunks(g: Tensor, sizes: Sequence[int], lengths: Sequence[int]) -> tuple[ChunkLayout, bool]:
+    """Choose the longest chunks of `sizes` whose log decays `g` `[B, T, ...]` fp32 can factor about their
+    middle, and tell whether it can. On a GPU nobody looks, as the host would wait."""
+    tokens, device = g.shape[1], g.device
+    if device.type == "cuda":
+        return ChunkLayout.of(tokens, CHUNK_GPU, lengths, device), False
     for size in sizes:
-        layout = ChunkLayout.of(g.shape[1], size, lengths, g.device)
+        layout = ChunkLayout.of(tokens, size, lengths, device)
         if float(layout.split(g.detach()).sum(2).min()) >= MOST_DECAY:
-            return layout, g
-    return layout, g.clamp(min=LEAST_DECAY).double()
+            return layout, True
+    return layout, False
 
 
 def centred_growth(g: Tensor) -> Tensor:
@@ -112,20 +117,6 @@ def by_chunk(starts: Sequence[bool], *tensors: Tensor) -> list[tuple[bool, tuple
     return list(zip(starts, zip(*(x.unbind() for x in tensors), strict=True), strict=True))
 
 
-@contextmanager
-def exact_products(like: Tensor) -> Iterator[None]:
-    """Forbid TF32 inside this context: its 10 bits are too few for centred factors."""
-    if like.device.type != "cuda":
-        yield
-        return
-    matmul = torch.backends.cuda.matmul
-    before, matmul.allow_tf32 = matmul.allow_tf32, False
-    try:
-        yield
-    finally:
-        matmul.allow_tf32 = before
-
-
 def add_products(total: Tensor, a: Tensor, b: Tensor, factor: float = 1) -> Tensor:
     """Add `factor * a @ b` to `total` in place, for `[n, X, ...]`."""
     total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1), alpha=factor)
@@ -133,7 +124,8 @@ def add_products(total: Tensor, a: Tensor, b: Tensor, factor: float = 1) -> Tens
 
 
 class Recurrence(NamedTuple):
-    """A recurrence over chunks, worked on a group of n chunks at a time, forward and backward.
+    """A recurrence over chunks of centred decays, worked on a group of n chunks at a time, forward and
+    backward: the fastest on a CPU. For other decays and GPUs see `levels`.
 
     Both functions take the operands `[n, B, L, ...]` of a group, and `starts`: which of its chunks begin with
     a zero state.
@@ -166,7 +158,7 @@ class _Run(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(operands[rule.value], memory_format=torch.contiguous_format)
         states = state.new_empty(len(out) + 1, *state.shape)
-        with exact_products(state):
+        with full_precision(state):
             for span in groups(out):
                 own = [x[span] for x in operands]
                 state = rule.forward(own, states[span], state, starts[span], out[span])
@@ -181,7 +173,7 @@ class _Run(torch.autograd.Function):
         states, *kept = ctx.saved_tensors
         operands = kept[:-1] if ctx.rule.keeps_outputs else kept
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
-        with torch.autocast(grad.device.type, enabled=False), exact_products(grad):
+        with torch.autocast(grad.device.type, enabled=False), full_precision(grad):
             for span in reversed(list(groups(grad))):
                 own, into = [x[span] for x in (*kept, grad)], [x[span] for x in grads]
                 around = states[span.start : span.stop + 1]

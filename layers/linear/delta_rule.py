@@ -25,8 +25,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends import full_precision
 from .chunked import Recurrence, add_products, by_chunk, centred_growth, choose_chunks
 from .fla import fla_kernel
+from .levels import LevelRecurrence, Steps, decays, outputs, seen_products, unit_inverse
 
 CHUNKS = (32, 16)
 """Tokens in a chunk at most; the shorter where the longer decays too much."""
@@ -76,7 +78,7 @@ def gated_delta_rule(
         g = g[..., None]
     group = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(group, 2) if group > 1 else x for x in (q if scale == 1 else q * scale, k))
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), full_precision(q):
         if q.shape[1] <= STEPS and len(lengths) < 2:
             return _steps(q, k, v, g, beta, state.to(wide))
         return _chunks(q, k, v, g, beta, state.to(wide), lengths)
@@ -98,12 +100,10 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    dtype = v.dtype
-    layout, g = choose_chunks(g, CHUNKS, lengths)
-    q, k, v, beta, state = (x.to(g.dtype) for x in (q, k, v, beta, state))
+    layout, centred = choose_chunks(g, CHUNKS, lengths)
     operands = [layout.split(x) for x in (q, k, v, g, beta[..., None])]
-    out, memory = CHUNKED.run(layout.starts, state.flatten(0, 1), operands)
-    return layout.join(out).to(dtype), memory.view(state.shape).to(dtype)
+    out, memory = (CHUNKED if centred else LEVELS).run(layout.starts, state.flatten(0, 1), operands)
+    return layout.join(out), memory.view(state.shape)
 
 
 class _Scores(NamedTuple):
@@ -201,3 +201,22 @@ def _backward(
 
 
 CHUNKED = Recurrence(_forward, _backward, value=2)
+
+
+def _prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Steps, tuple[Tensor, ...]]:
+    """Prepare a group of chunks (see `LevelRecurrence.prepare`): M is `[X, K, V]`."""
+    q, k, v, g, beta = (x.transpose(2, 3).contiguous() for x in (q, k, v, g, beta))
+    decay = decays(g, centred=False)
+    (read,), (own,) = seen_products((q, k), (k,), decay)
+    inverse = unit_inverse(own * -beta) * beta.mT
+    steps = Steps(
+        decay.total.mT.flatten(1, 2),
+        None,
+        (inverse @ v).flatten(1, 2),
+        (-inverse @ (k * decay.start)).flatten(1, 2),
+        (k * decay.end).flatten(1, 2),
+    )
+    return steps, ((q * decay.start).flatten(1, 2), read.flatten(1, 2))
+
+
+LEVELS = LevelRecurrence(_prepare, outputs, value=2)

@@ -2,24 +2,27 @@
 
 Its functions take `[B, T, H, D]`, packed documents as int64 `cu_seqlens` on the device, an fp32 state
 `[N, H, K, V]`, and must be called by keyword (their argument orders differ). Their chunked forms are for
-training and prompts, the recurrent ones for short calls without gradients, as they have no backward.
+training and prompts, the recurrent ones for short calls without gradients, as they have no backward. What the
+chunked ones make of `cu_seqlens` they keep by the tensor itself, and read a copy on the host for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backends import load_kernels, plain_forced
+from ..indices import borders
 
 MAX_KEY_WIDTH = 256
 SHORT = 64  # tokens; shorter calls without gradients run the recurrent kernel
 
 
-def fla_kernel(name: str, x: Tensor, key_width: int, dtype: torch.dtype) -> Callable | None:
+def fla_kernel(name: str, x: Tensor, key_width: int, dtype: torch.dtype, **bounds: Any) -> Callable | None:
     """Find fla's kernel for inputs like `x` `[B, T, ...]`, computed in `dtype`; None where torch has to
     compute.
 
@@ -28,6 +31,7 @@ def fla_kernel(name: str, x: Tensor, key_width: int, dtype: torch.dtype) -> Call
 
     Args:
         name: `module:function`; in both `{}` stands for the form, chunk or fused_recurrent.
+        bounds: what the chunked form takes beside, which says how fast decays are.
 
     Returns:
         A function of the arguments of `_run` after `dtype`.
@@ -36,7 +40,7 @@ def fla_kernel(name: str, x: Tensor, key_width: int, dtype: torch.dtype) -> Call
         return None
     form = "fused_recurrent" if x.shape[1] < SHORT and not torch.is_grad_enabled() else "chunk"
     found = load_kernels("fla", *name.replace("{}", form).split(":"))
-    return None if found is None else partial(_run, found[0], dtype)
+    return None if found is None else partial(_run, found[0], dtype, bounds if form == "chunk" else None)
 
 
 def on_supported_gpu(device: torch.device, dtype: torch.dtype) -> bool:
@@ -49,23 +53,27 @@ def on_supported_gpu(device: torch.device, dtype: torch.dtype) -> bool:
 def _run(
     kernel: Callable,
     dtype: torch.dtype,
+    bounds: dict[str, Any] | None,
     operands: dict[str, Tensor],
     decay: dict[str, Tensor],
     scale: float,
     state: Tensor | None,
     lengths: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Run `kernel` on operands by its names, cast to `dtype`, and the log decay as it is.
+    """Run `kernel` on operands by its names, cast to `dtype`, and the log decay as it is; `bounds`: None for
+    the recurrent form.
 
     Returns:
         The outputs, and the state after the (packed: the last document's) last token.
     """
-    cu_seqlens = None
+    packed: dict[str, Tensor | None] = {"cu_seqlens": None}
     if lengths:
         device = next(iter(decay.values())).device
-        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device)
+        packed["cu_seqlens"] = borders(tuple(lengths), device)
+        if bounds is not None:
+            packed["cu_seqlens_cpu"] = borders(tuple(lengths), torch.device("cpu"))
     cast = {name: x.to(dtype) for name, x in operands.items()}
     o, states = kernel(
-        **cast, **decay, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens
+        **cast, **decay, scale=scale, initial_state=state, output_final_state=True, **packed, **bounds or {}
     )
     return o, states[-1:] if lengths else states

@@ -4,7 +4,7 @@ Per head, with log decay l, a key-first state M `[K, V]` and column vectors:
 
     M_t = diag(exp l_t) M_{t-1} + b_t (a_t^T M_{t-1}) + k_t v_t^T,     o_t = M_t^T r_t
 
-`steps` computes it so, token by token; `chunked` in chunks of up to 32 tokens, as matrix products. Inside a
+`steps` computes it so, token by token; `chunked` in chunks of up to 64 tokens, as matrix products. Inside a
 chunk, with c the running sum of l (c' without the token's own) and m half of the chunk's total,
 
     r~ = r e^(c-m),  a~ = a e^(c'-m),  k~ = k e^(m-c),  b~ = b e^(m-c),  M~ = e^m M  (M before the chunk)
@@ -13,7 +13,7 @@ chunk, with c the running sum of l (c' without the token's own) and m half of th
     output  O = Qk v + Qb U + r~ M~
     state   M <- e^m (M~ + k~^T v + b~^T U)
 
-RWKV-7's l is above -0.6066, so centring by m keeps every factor of a 32-token chunk within e^10.
+RWKV-7's l is above -0.6066, so centring by m keeps every factor of a 64-token chunk within e^20.
 
 Shapes: B sequences, T tokens, H heads, K key and V value width, n chunks of L tokens; X = B * H.
 """
@@ -26,11 +26,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunked import ChunkLayout, Recurrence, add_products, by_chunk, centred_growth
+from ..backends import full_precision
+from .chunked import CHUNK_GPU, ChunkLayout, Recurrence, add_products, by_chunk, centred_growth
 from .fla import fla_kernel
+from .levels import LevelRecurrence, Steps, decays, outputs, seen_products, unit_inverse
 
 CHUNK = 32
-"""Tokens in a chunk at most."""
+"""Tokens in a chunk at most, on a CPU."""
 FEW = 8
 """Calls shorter than this go token by token."""
 LEAST_LOG_DECAY = -0.6065306597126334  # -exp(-1/2)
@@ -63,7 +65,8 @@ def rwkv7_recurrence(
         `[B, T, H, V]` and `[B, H, K, V]`, both in at least fp32 (outputs of the kernels in `dtype`).
     """
     assert state is None or len(lengths) < 2
-    kernel = fla_kernel("fla.ops.rwkv7.{}:{}_rwkv7", r, r.shape[-1], dtype or r.dtype)
+    name = "fla.ops.rwkv7.{}:{}_rwkv7"  # with the bound it takes tensor cores, on 64 tokens instead of 16
+    kernel = fla_kernel(name, r, r.shape[-1], dtype or r.dtype, lower_bound=LEAST_LOG_DECAY)
     if kernel is not None:  # its states are laid out as ours
         return kernel({"r": r, "k": k, "v": v, "a": a, "b": b}, {"w": log_decay}, 1.0, state, lengths)
     wide = torch.promote_types(r.dtype, torch.float32)
@@ -71,7 +74,7 @@ def rwkv7_recurrence(
     if state is None:
         batch, _, heads, size = r.shape
         state = r.new_zeros(batch, heads, size, v.shape[-1])
-    with torch.autocast(r.device.type, enabled=False):
+    with torch.autocast(r.device.type, enabled=False), full_precision(r):
         if r.shape[1] < FEW and len(lengths) < 2:
             return steps(r, log_decay, k, v, a, b, state.to(wide))
         return chunked(r, log_decay, k, v, a, b, state.to(wide), lengths)
@@ -104,9 +107,10 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """Compute in chunks: arguments and results as in `rwkv7_recurrence`, which sees to dtypes. Tokens of
     zeros, which fill a last chunk, leave the state as it is."""
-    layout = ChunkLayout.of(r.shape[1], CHUNK, lengths, r.device)
+    rule, size = (LEVELS, CHUNK_GPU) if r.device.type == "cuda" else (CHUNKED, CHUNK)
+    layout = ChunkLayout.of(r.shape[1], size, lengths, r.device)
     operands = [layout.split(x) for x in (r, log_decay, k, v, a, b)]
-    out, memory = CHUNKED.run(layout.starts, state.flatten(0, 1), operands)
+    out, memory = rule.run(layout.starts, state.flatten(0, 1), operands)
     return layout.join(out), memory.view(state.shape)
 
 
@@ -227,3 +231,25 @@ def _backward(
 
 
 CHUNKED = Recurrence(_forward, _backward, value=3)
+
+
+def _prepare(
+    r: Tensor, log_decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
+) -> tuple[Steps, tuple[Tensor, ...]]:
+    """Prepare a group of chunks (see `LevelRecurrence.prepare`): M is `[X, K, V]`."""
+    r, log_decay, k, v, a, b = (x.transpose(2, 3).contiguous() for x in (r, log_decay, k, v, a, b))
+    decay = decays(log_decay, centred=True)
+    a = a * torch.exp(-log_decay)  # so that it decays as the others do
+    (r_k, r_b), (a_k, a_b) = seen_products((r, a), (k, b), decay)
+    inverse = unit_inverse(a_b)
+    steps = Steps(
+        decay.total.mT.flatten(1, 2),
+        ((k * decay.end).mT @ v).flatten(1, 2),
+        (inverse @ (a_k @ v)).flatten(1, 2),
+        (inverse @ (a * decay.start)).flatten(1, 2),
+        (b * decay.end).flatten(1, 2),
+    )
+    return steps, tuple(x.flatten(1, 2) for x in (r * decay.start, r_b, r_k @ v))
+
+
+LEVELS = LevelRecurrence(_prepare, outputs, value=3)

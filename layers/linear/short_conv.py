@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..errors import LayerError
+from ..indices import kept, offsets, on_device
 from ..norms import compute_dtype
 from ..parameters import always_used, reset_uniform
 
@@ -61,13 +62,17 @@ class ShortConv(nn.Module):
     def _documents(self, padded: Tensor, lengths: Sequence[int]) -> Tensor:
         """Convolve with every document after the first behind zeros of its own: spread them out, convolve
         the row, take what is theirs."""
-        sizes, room = torch.tensor(lengths), self.width - 1
-        gaps = (torch.arange(len(lengths)) * room).repeat_interleave(sizes)
-        places = (torch.arange(int(sizes.sum())) + gaps).to(padded.device)  # after the convolution
-        ahead = torch.arange(room, device=padded.device)
-        spread = padded.new_zeros(1, int(sizes.sum()) + room * len(lengths), self.channels)
-        spread = spread.index_copy(1, torch.cat((ahead, places + room)), padded)
-        return self._convolve(spread).index_select(1, places)
+        room = self.width - 1
+        places, into = _spread(tuple(lengths), room, padded.device)
+        spread = padded.new_zeros(1, sum(lengths) + room * len(lengths), self.channels)
+        return self._convolve(spread.index_copy(1, into, padded)).index_select(1, places)
+
+
+@kept
+def _spread(lengths: tuple[int, ...], room: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """List the places of all tokens after the convolution, and of these with the first `room` before it."""
+    places = offsets(lengths, [length + room for length in lengths])
+    return on_device(places, device), on_device(torch.cat((torch.arange(room), places + room)), device)
 
 
 def last_of_rank(

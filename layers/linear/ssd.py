@@ -23,8 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends import full_precision
 from .chunked import Recurrence, add_products, by_chunk, centred_growth, choose_chunks
 from .fla import fla_kernel
+from .levels import LevelRecurrence, Steps, decays
 
 CHUNKS = (64, 32, 16)
 """Tokens in a chunk at most; the shorter where the longer decays too much."""
@@ -68,7 +70,7 @@ def ssd(
     x, b, c, g = (z.to(wide) for z in (x, b, c, g))
     if state is None:
         state = x.new_zeros(x.shape[0], *x.shape[2:], b.shape[-1])
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False), full_precision(x):
         if x.shape[1] <= STEPS and len(lengths) < 2:
             return _steps(x, b, c, g, state.to(wide))
         return _chunks(x, b, c, g, state.to(wide), lengths)
@@ -88,13 +90,13 @@ def _steps(x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor) -> tuple[T
 def _chunks(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    dtype, heads = x.dtype, (b.shape[2], x.shape[2] // b.shape[2])
-    layout, g = choose_chunks(g, CHUNKS, lengths)
-    x, b, c, state = (z.to(g.dtype) for z in (x, b, c, state))
+    heads = b.shape[2], x.shape[2] // b.shape[2]
+    layout, centred = choose_chunks(g, CHUNKS, lengths)
     memory = state.unflatten(1, heads).permute(0, 1, 4, 2, 3).flatten(0, 1)  # [X, N, M, P]
-    out, memory = CHUNKED.run(layout.starts, memory, [layout.split(z) for z in (x, b, c, g)])
+    rule = CHUNKED if centred else LEVELS
+    out, memory = rule.run(layout.starts, memory, [layout.split(z) for z in (x, b, c, g)])
     state = memory.unflatten(0, (-1, heads[0])).permute(0, 1, 3, 4, 2).flatten(1, 2)
-    return layout.join(out).to(dtype), state.to(dtype)
+    return layout.join(out), state
 
 
 class _Rows(NamedTuple):
@@ -173,3 +175,30 @@ def _backward(
 
 
 CHUNKED = Recurrence(_forward, _backward, value=0, keeps_outputs=True)
+
+
+def _prepare(x: Tensor, b: Tensor, c: Tensor, g: Tensor) -> tuple[Steps, tuple[Tensor, ...]]:
+    """Prepare a group of chunks (see `LevelRecurrence.prepare`): M is `[X, N, M, P]`."""
+    groups = b.shape[3]
+    b, c = (z.transpose(2, 3).flatten(1, 2) for z in (b, c))  # [n, X, L, N]
+    decay = decays(g.transpose(2, 3)[..., None], centred=False)
+
+    def by_group(factor: Tensor) -> Tensor:
+        """Take `[n, B, H, ..., L, 1]` to `[n, X, ..., L, M, 1]`."""
+        return factor.unflatten(2, (groups, -1)).movedim(3, -2).flatten(1, 2)
+
+    x = x.unflatten(3, (groups, -1)).transpose(2, 3).flatten(1, 2)  # [n, X, L, M, P]
+    shared = (c @ b.mT).unsqueeze(2) * decay.seen
+    own = shared @ (x.unsqueeze(2) * by_group(decay.right)).flatten(-2)
+    own = (own.unflatten(-1, x.shape[-2:]) * by_group(decay.left)).sum(2)
+    added = (b.mT @ (x * by_group(decay.end)).flatten(-2)).unflatten(-1, x.shape[-2:])
+    return Steps(by_group(decay.total), added), (c, by_group(decay.start), own)
+
+
+def _outputs(c: Tensor, start: Tensor, own: Tensor, states: Tensor, _: None) -> Tensor:
+    """Compute outputs `[n, X, L, M * P]`."""
+    read = (c @ states.flatten(-2)).unflatten(-1, own.shape[-2:])
+    return torch.addcmul(own, read, start).flatten(-2)
+
+
+LEVELS = LevelRecurrence(_prepare, _outputs, value=0)

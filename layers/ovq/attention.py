@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..backends import full_precision
 from ..buffers import GrowingBuffer
 from ..errors import LayerError
 from ..norms import compute_dtype
@@ -132,7 +133,7 @@ def ovq_attention(
         raise LayerError(f"documents of {tuple(lengths)} tokens in a row of shape {tuple(q.shape[:2])}")
     q, k, v = same_dtype(q, k, v)
     call = Call(chunk, max_centroids, routes, [(row, 0) for row in range(len(k))])
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), full_precision(q):
         if lengths:
             y, slot = _packed(call, q, k, v, lengths)
             return y, None, Routes(slot.int())

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..backends import full_precision
+from ..indices import index
 from ..norms import compute_dtype
 from ..softmax import Mask, Part, joined_attention
 from ..softmax.grid import ChunkGrid, rows
@@ -80,9 +82,11 @@ def on_grid(
     first = grid.spans[0].first
     whole = ChunkRows.of(call, lengths, first)
     places = [grid.spans[s].query(c) for c, n in enumerate(whole.active, first) for s in range(n)]
-    order, entering = rows(places, qkv[0].device), whole.entering()
+    device, entering = qkv[0].device, whole.entering()
+    order, entered = rows(places, device), index(tuple(entering), device)
     q, k, v = (_select(grid.queries(x), order) for x in qkv)
-    tokens = entering_tokens(*((k, v) if len(entering) == len(k) else (k[entering], v[entering])))
+    whole_chunks = (k, v) if len(entering) == len(k) else (_select(x, entered) for x in (k, v))
+    tokens = entering_tokens(*whole_chunks)
     groups = _groups(call, whole, first, tokens)
     # By `split`, whose backward joins once; that of a slice fills a whole tensor for each.
     sizes = [sum(whole.active[group]) for group in groups]
@@ -96,7 +100,9 @@ def on_grid(
         slots.append(slot)
     y, slot = (torch.cat(x) if len(x) > 1 else x[0] for x in (outs, slots))
     y = y if isinstance(order, slice) else _select(y, order.argsort())
-    by_sequence = [slot[whole.entered(s)].transpose(0, 1).flatten(1) for s in range(len(lengths))]
+    own = [whole.entered(s) for s in range(len(lengths))]
+    slot = _select(slot, index(tuple(row for rows in own for row in rows), device))
+    by_sequence = [one.transpose(0, 1).flatten(1) for one in slot.split([len(rows) for rows in own])]
     return grid.tokens_of(y), by_sequence, base
 
 
@@ -156,7 +162,7 @@ class _Group(torch.autograd.Function):
         q, k, v, tokens, means, counts, slot, y, lse = ctx.saved_tensors
         leaves = [x.detach().requires_grad_() for x in (tokens, means)]
         base = Centroids(leaves[1], counts)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False), full_precision(q):
             with torch.enable_grad():
                 read, parts, last, _ = _dictionary(call, own, first, leaves[0], base, q.dtype, slot)
             seen = None if read is None else (read[0].detach(), read[1].detach())

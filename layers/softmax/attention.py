@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import LayerError
+from ..indices import index
 from .grid import ChunkGrid, rows
 from .joined import ALL, Part, joined_attention
 from .kernels import Mask
@@ -219,7 +220,7 @@ def _sink_parts(grid: ChunkGrid, sinks: int, window_chunks: int, device: torch.d
             missed = min(sinks, (c + 1 - window_chunks) * grid.chunk)
             readers.setdefault(missed, []).append((span.query(c), sequence))
     return [
-        Part(rows([q for q, _ in seen], device), k_rows=torch.tensor([b for _, b in seen], device=device),
+        Part(rows([q for q, _ in seen], device), k_rows=index(tuple(b for _, b in seen), device),
              key=1, k_tokens=slice(0, missed))
         for missed, seen in readers.items()
     ]  # fmt: skip

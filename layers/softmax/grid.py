@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..indices import index, on_device
 from .joined import Part, Rows
 from .kernels import Mask
 
@@ -71,13 +72,13 @@ class ChunkGrid:
         """Lay out documents of one row, each from its own position 0: `lengths[i]` tokens from `starts[i]`
         on."""
         spans: list[Span] = []
-        index, places = [], []
+        tokens, places = [], []
         for start, length in zip(starts, lengths, strict=True):
             row, count = spans[-1].query_row + spans[-1].count if spans else 0, -(-length // chunk)
             spans.append(Span(0, 0, count, row, row))
-            index.append(torch.arange(start, start + count * chunk).clamp_(max=start + length - 1))
+            tokens.append(torch.arange(start, start + count * chunk).clamp_(max=start + length - 1))
             places.append(torch.arange(row * chunk, row * chunk + length))
-        every, found = torch.cat(index).to(device), torch.cat(places).to(device)
+        every, found = (on_device(torch.cat(x), device) for x in (tokens, places))
         return cls(chunk, tuple(spans), sum(lengths), index=every, places=found)
 
     def queries(self, x: Tensor) -> Tensor:
@@ -121,4 +122,4 @@ def rows(numbers: Iterable[int], device: torch.device) -> Rows:
     numbers = list(numbers)
     if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return slice(numbers[0], numbers[0] + len(numbers))
-    return torch.tensor(numbers, device=device)
+    return index(tuple(numbers), device)

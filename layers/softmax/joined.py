@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import kernels
+from . import ragged as ragged_kernels
 from .kernels import Mask
+from .ragged import Ragged
 
 Rows = slice | Tensor
 ALL = slice(None)
@@ -36,6 +38,8 @@ class Part(NamedTuple):
     k_tokens: slice = ALL
     key: int = 0
     mask: Mask = Mask.FULL
+    ragged: Ragged | None = None
+    """The rows have different numbers of keys: these are `[K, G, D]`, without `k_rows` and `k_tokens`."""
 
 
 def joined_attention(
@@ -79,7 +83,10 @@ class Joint:
         """Add keys to the softmax."""
         for part in parts:
             q, k, v = _operands(queries, keys, values, part)
-            partial, own = kernels.forward(kernel, q, k, v, part.mask, scale)
+            if part.ragged is not None:
+                partial, own = ragged_kernels.forward(kernel, q, k, v, part.ragged, scale)
+            else:
+                partial, own = kernels.forward(kernel, q, k, v, part.mask, scale)
             if self.out is None and _everything(part, self.like):
                 self.out, self.lse = partial.to(self.dtype), own
                 continue
@@ -154,7 +161,10 @@ def part_gradients(
         rows, tokens = part.q_rows, part.q_tokens
         q, k, v = _operands(queries, keys, values, part)
         own = grad[rows, tokens], out[rows, tokens], lse[rows, :, tokens]
-        grads = kernels.backward(kernel, own, q, k, v, part.mask, scale)
+        if part.ragged is not None:
+            grads = ragged_kernels.backward(kernel, own, q, k, v, part.ragged, scale)
+        else:
+            grads = kernels.backward(kernel, own, q, k, v, part.mask, scale)
         gradients[0][part.query].add(rows, tokens, grads[0])
         gradients[1][part.key].add(part.k_rows, part.k_tokens, grads[1])
         gradients[2][part.key].add(part.k_rows, part.k_tokens, grads[2])
@@ -194,6 +204,8 @@ def _operands(
     queries: list[Tensor], keys: list[Tensor], values: list[Tensor], part: Part
 ) -> tuple[Tensor, Tensor, Tensor]:
     q = queries[part.query][part.q_rows, part.q_tokens]
+    if part.ragged is not None:
+        return q, keys[part.key], values[part.key]
     k = keys[part.key][part.k_rows, part.k_tokens]
     v = values[part.key][part.k_rows, part.k_tokens]
     return q, k, v

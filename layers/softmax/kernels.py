@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..backends import plain_forced
-from ..errors import LayerError
+from ..errors import LayerError, SlowPathWarning
 from . import flash
 
 
@@ -70,7 +70,7 @@ def choose(q: Tensor) -> str:
         return "plain"
     if head_size > LARGEST_HEAD or head_size % 8:
         return _plain_head(head_size, "multiples of 8 up to 256")
-    return flash.fitting(head_size, generation) or "cuda"
+    return flash.fitting(head_size, generation, q.shape[1]) or "cuda"
 
 
 @cache
@@ -79,6 +79,7 @@ def _plain_head(head_size: int, allowed: str) -> str:
     warnings.warn(
         f"heads of {head_size} features do not fit the fast attention kernels ({allowed} do): plain matrix "
         "products compute them, exactly but slowly",
+        SlowPathWarning,
         stacklevel=4,
     )
     return "plain"
@@ -89,6 +90,7 @@ def forward(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: flo
     T]` (at least fp32)."""
     _check(q, k, mask)
     if kernel in flash.MODULES and mask is not Mask.UPPER:
+        q, k, v = (loadable(x) for x in (q, k, v))
         return flash.forward(kernel, q, k, v, mask is Mask.LOWER, scale)
     return _OWN[kernel][0](q, k, v, mask, scale)
 
@@ -100,6 +102,7 @@ def backward(
     softmax."""
     _check(q, k, mask)
     if kernel in flash.MODULES and mask is not Mask.UPPER:
+        q, k, v = (loadable(x) for x in (q, k, v))
         return flash.backward(kernel, joint, q, k, v, mask is Mask.LOWER, scale)
     return _OWN[kernel][1](joint, q, k, v, mask, scale)
 
@@ -189,12 +192,20 @@ def _last_axis_dense(x: Tensor) -> Tensor:
 # torch's flash operator for CUDA: tokens come before heads, the window is relative to the diagonal.
 
 
+def loadable(x: Tensor) -> Tensor:
+    """Copy a tensor whose vectors do not all begin at a multiple of 16 bytes, as many as kernels for CUDA
+    load at a time: they look at the last stride at most, and a misaligned address ends the process."""
+    steps = [step for step, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
+    odd = any(n * x.element_size() % 16 for n in (*steps, x.storage_offset()))
+    return x.clone(memory_format=torch.contiguous_format) if odd or x.stride(-1) != 1 else x
+
+
 def _cuda_window(mask: Mask) -> dict[str, int]:
     return {"window_size_left": 0, "window_size_right": -1} if mask is Mask.UPPER else {}
 
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v = (_last_axis_dense(x) for x in (q, k, v))
+    q, k, v = (loadable(x) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, mask is Mask.LOWER, False,
         scale=scale, **_cuda_window(mask),
@@ -204,7 +215,7 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> 
 
 def _cuda_backward(joint: Tensors, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensors:
     grad, out, lse = joint
-    grad, q, k, v, out = (_last_axis_dense(x) for x in (grad, q, k, v, out))
+    grad, q, k, v, out = (loadable(x) for x in (grad, q, k, v, out))
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # state of a dropout there is none of
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, mask is Mask.LOWER,

@@ -1,6 +1,7 @@
 """How the linear mixers call flash-linear-attention: against stand-ins here, against the kernels on a GPU."""
 
 import importlib.util
+import subprocess
 import sys
 from types import ModuleType
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid.layers import Context, backends
+from hybrid.layers.errors import SlowPathWarning
 from hybrid.layers.linear import fla
 from hybrid.layers.softmax import force_plain
 
@@ -37,14 +39,20 @@ def by_document(steps, tensors: list[Tensor], state: Tensor | None, cu_seqlens: 
 # fla-core 0.6.0's arguments, of which only those with a default may be left out.
 
 
-def delta(*, q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+def delta(
+    *, q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+    cu_seqlens_cpu=None,
+):  # fmt: skip
     assert output_final_state
     assert initial_state is None or initial_state.dtype == torch.float64
     q = q * (scale * q.shape[-1] ** 0.5)
     return by_document(delta_steps, [q, k, v, g, beta], initial_state, cu_seqlens)
 
 
-def simple_gla(*, q, k, v, g=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+def simple_gla(
+    *, q, k, v, g=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+    cu_seqlens_cpu=None,
+):  # fmt: skip
     assert output_final_state
     assert q.shape[2] == v.shape[2]
 
@@ -64,6 +72,10 @@ def calls(monkeypatch):
     def stand_in(name: str, function):
         def run(**arguments):
             called.append(name)
+            if name.startswith("fused_recurrent"):
+                assert "cu_seqlens_cpu" not in arguments  # which they do not have
+            elif arguments["cu_seqlens"] is not None:
+                assert torch.equal(arguments["cu_seqlens"], arguments["cu_seqlens_cpu"])
             return function(**arguments)
 
         return run
@@ -133,7 +145,7 @@ def test_wide_keys_are_not_for_the_kernels(calls):
 
 
 def test_a_broken_installation_is_told_and_torch_computes(calls):
-    with pytest.warns(UserWarning, match="fla.ops.kda:no_such cannot be loaded"):
+    with pytest.warns(SlowPathWarning, match="fla.ops.kda:no_such cannot be loaded"):
         assert fla.fla_kernel("fla.ops.kda:no_such", torch.zeros(1, 1), 64, torch.bfloat16) is None
 
 
@@ -182,3 +194,21 @@ def test_shards_run_the_kernels(name, calls):
         expected, _ = across.operator(**tokens_of, lengths=(30, 110))
     assert len(calls) == 2
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("setting", ["allow_tf32", "fp32_precision"])
+def test_full_precision_is_set_and_given_back_whichever_way_tf32_was_allowed(setting):
+    """torch 2.9 and later refuse to read the older setting where anybody has used the newer one."""
+    code = f"""
+import torch
+from hybrid.layers import backends
+matmul = torch.backends.cuda.matmul
+matmul.{setting} = {"True" if setting == "allow_tf32" else "'tf32'"}
+class OnGpu:
+    device = torch.device("cuda")
+with backends.full_precision(OnGpu):
+    assert matmul.fp32_precision == "ieee"
+assert matmul.fp32_precision == "tf32"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

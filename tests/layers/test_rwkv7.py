@@ -10,7 +10,7 @@ from hybrid.layers import Context, LayerError, Site, mixer_class
 from hybrid.layers import rwkv7 as module
 from hybrid.layers.linear import chunked as chunks
 from hybrid.layers.linear import fla, rwkv7_op
-from hybrid.layers.linear.rwkv7_op import chunked, rwkv7_recurrence, steps
+from hybrid.layers.linear.rwkv7_op import LEAST_LOG_DECAY, chunked, rwkv7_recurrence, steps
 from hybrid.layers.rwkv7 import RWKV7, RWKV7Options, low_ranks
 from hybrid.verify.mixers import run_layer, run_operator
 
@@ -326,7 +326,8 @@ def test_how_the_kernels_are_called(monkeypatch, length, grad, form):
     """By keyword, scale 1, 16-bit operands with a wide decay, an fp32 state."""
     asked = []
 
-    def kernel(*, r, w, k, v, a, b, scale, initial_state, output_final_state, cu_seqlens):
+    def kernel(*, r, w, k, v, a, b, scale, initial_state, output_final_state, cu_seqlens, lower_bound=None):
+        assert lower_bound == (LEAST_LOG_DECAY if form == "chunk" else None)
         assert {x.dtype for x in (r, k, v, a, b)} == {torch.bfloat16}
         assert w.dtype == initial_state.dtype == torch.float32
         assert (scale, output_final_state, cu_seqlens) == (1.0, True, None)

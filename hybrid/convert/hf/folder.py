@@ -19,9 +19,10 @@ from torch import Tensor
 
 from hybrid.checkpoint.run import HF_PREFIX, TOKENIZER
 from hybrid.convert import ConvertError, NotSupported
-from hybrid.convert.common import Format, Model, Options, Tensors, complete, fit
+from hybrid.convert.common import Format, Model, Options, Tensors, fit
 from hybrid.convert.tensor_io import read_state_dict
 from hybrid.data.tokenizer import Tokenizer
+from hybrid.errors import DataError
 from hybrid.files import write_json
 from hybrid.recipe.config_json import CONFIG, MODEL_TYPE, config_of, read_config, section_of
 
@@ -40,20 +41,37 @@ def recognise(path: Path) -> str | None:
 
 
 def read(path: Path, options: Options) -> Model:
-    """Read a folder of ours."""
+    """Read a folder of ours, or of a pretrained transformer."""
     config = read_config(path)
     if options.settings or options.recipe:
         raise ConvertError(f"{path}: its {CONFIG} says how the model is built: change that, or set model.*")
     tensors, notes = read_state_dict(path)
-    kind = config.get("model_type")
-    if kind != MODEL_TYPE:
-        raise NotSupported(f"{path}: {CONFIG} has model_type {kind!r}")
-    model = fit(tensors, complete(section_of(config, path / CONFIG)), path)
-    model.source_names = {name: HF_PREFIX + name for name in model.tensors}
+    if config.get("model_type") != MODEL_TYPE:
+        model = _pretrained(path, tensors)
+    else:
+        model = fit(tensors, section_of(config, path / CONFIG), path)
+        model.source_names = {name: HF_PREFIX + name for name in model.tensors}
+        model.tokenizer = _tokenizer_files(path)
+        if TOKENIZER in model.tokenizer:  # the others are made from it
+            model.tokenizer = {TOKENIZER: model.tokenizer[TOKENIZER]}
     model.notes += notes
+    return model
+
+
+def _pretrained(path: Path, tensors: Tensors) -> Model:
+    """Read a pretrained transformer; a tokenizer.model that loses text stays out, which the notes say."""
+    from .pretrained import read_pretrained, special_ids
+
+    model = read_pretrained(path, tensors)
     model.tokenizer = _tokenizer_files(path)
-    if TOKENIZER in model.tokenizer:  # the others are made from it
-        model.tokenizer = {TOKENIZER: model.tokenizer[TOKENIZER]}
+    if "generation_config.json" not in model.tokenizer and (special := special_ids(path)):
+        model.tokenizer["generation_config.json"] = special
+    if TOKENIZER in model.tokenizer:
+        try:
+            Tokenizer(model.tokenizer[TOKENIZER], TOKENIZER)
+        except DataError as error:
+            del model.tokenizer[TOKENIZER]
+            model.notes.append(f"left out, as hybrid generate could not use it: {error}")
     return model
 
 

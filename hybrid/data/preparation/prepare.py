@@ -62,7 +62,7 @@ def prepare(
         raise DataError(f"data.folder is {folder}, which is a file; it must be a folder, or not there yet")
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / f".lock-{part[0]}-of-{part[1]}", say):
-        plan = _Plan(data, part)
+        plan = _Plan(data, part, contents=force)
         changes = plan.changes()
         if changes and not force:
             raise DataError(_refusal(folder, changes))
@@ -89,15 +89,16 @@ def is_prepared(data: DataSection) -> bool:
 
 
 def outdated(data: DataSection) -> str | None:
-    """Say what has happened to the sources of a finished preparation since, by names and sizes of files
-    alone; None also where they cannot be looked at, as they may be on another machine."""
+    """Say what has happened to the sources of a finished preparation since, by names, sizes, times and
+    samples of files; None also where they cannot be looked at, as they may be on another machine."""
     try:
         plan = _Plan(data, (1, 1))
         for unit in plan.units:
             path = unit.sidecar(plan.folder)
             if not path.is_file():
                 return f"{unit.inputs[0].label} is new"
-            if (found := other_files(path, read_sidecar(path), unit)) is not None:
+            section = data.sources[unit.source]
+            if (found := other_files(path, read_sidecar(path), unit, section, "samples")) is not None:
                 return found
     except DataError:
         return None
@@ -121,10 +122,11 @@ def _settings(data: DataSection) -> dict[str, Any]:
 class _Plan:
     """What there is to do: sources, their units, and this part's share of them."""
 
-    def __init__(self, data: DataSection, part: tuple[int, int]) -> None:
+    def __init__(self, data: DataSection, part: tuple[int, int], contents: bool = False) -> None:
+        """`contents`: finished shards are read whole, to find those that are damaged."""
         if not data.sources:
             raise DataError("data.sources is empty; name at least one source with its paths")
-        self.data = data
+        self.data, self._contents = data, contents
         self.folder = Path(data.folder)
         self.inputs: dict[str, list[Input]] = {}
         self.skips: dict[str, Skips] = {}
@@ -250,7 +252,8 @@ class _Plan:
         return unit.sidecar(self.folder).is_file()
 
     def _difference(self, unit: Unit, tokenizer: Tokenizer) -> str | None:
-        return difference(self.folder, unit, self.data.sources[unit.source], tokenizer)
+        section = self.data.sources[unit.source]
+        return difference(self.folder, unit, section, tokenizer, self._contents)
 
 
 @contextmanager

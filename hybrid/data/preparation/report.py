@@ -14,7 +14,7 @@ from hybrid.files import damaged, read_json
 from hybrid.text import columns
 
 from .inputs import Skips
-from .shards import HASH, IDS, Unit, held_out, read_sidecar
+from .shards import HASH, IDS, Unit, fingerprint_of, held_out, read_sidecar
 
 MOST_SHOWN = 3
 """Places of what was left out that are printed for a source."""
@@ -31,6 +31,8 @@ class SourceReport:
     tokens: int = 0
     """Stored ids: text, begin and end ids."""
     held_out_tokens: int = 0
+    fingerprint: str = ""
+    """Of all its documents in order (`shards.fingerprint_of`)."""
     shards: list[str] = field(default_factory=list)
     skipped: dict[str, int] = field(default_factory=dict)
     """Reason -> lines, rows or documents left out."""
@@ -87,7 +89,9 @@ def _scripts_in_bytes(scripts: dict[str, dict[str, int]]) -> list[str]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read a folder's report.json. Raises DataError when it is damaged."""
+    """Read a folder's report.json. Raises DataError when it is absent or damaged."""
+    if not path.is_file():
+        raise DataError(f"{path.parent} holds no finished preparation; run `hybrid prepare` first")
     report = read_json(path, {"tokenizer": str, "vocab_size": int, "settings": dict, "sources": dict})
     for name, entry in report["sources"].items():
         shards = entry.get("shards") if isinstance(entry, dict) else None
@@ -115,6 +119,7 @@ def report_source(folder: Path, units: list[Unit], validation: float, skips: Ski
         indices.append(np.load(path.with_suffix(".index.npy"), allow_pickle=False))
     if len(report.shards) == len(units):
         index = np.concatenate(indices)
+        report.fingerprint = fingerprint_of(index)
         if not len(index):
             reasons = ", ".join(f"{count} x {reason}" for reason, count in report.skipped.items())
             raise DataError(f"source {units[0].source} holds no document ({reasons or 'no line at all'})")

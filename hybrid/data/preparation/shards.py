@@ -4,12 +4,13 @@ A unit is one file, or a run of small text files. It becomes three files in `<fo
     NAME.tokens      ids, little-endian uint16 (vocabularies of up to 65536 ids) or uint32; every document is
                      begin id + tokens + end id, so that each token of text is predicted once
     NAME.index.npy   uint64 [documents, 3]: ids, UTF-8 bytes, hash of the content
-    NAME.json        counts, what was left out, fingerprints; written last: a unit with this file is finished
+    NAME.json        counts, what was left out, checksums; written last: a unit with this file is finished
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,12 @@ def held_out(hashes: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
     return mask
 
 
+def fingerprint_of(index: NDArray[np.uint64]) -> str:
+    """Hash the rows of an index: with the tokenizer's, they say what the documents hold and in which order,
+    however they are divided into shards and wherever these lie."""
+    return hashlib.sha256(np.ascontiguousarray(index, "<u8").data).hexdigest()
+
+
 def unit_settings(section: SourceSection, tokenizer: Tokenizer) -> dict[str, Any]:
     """List what a shard's bytes depend on beside its inputs."""
     return {"format": FORMAT, "tokenizer": tokenizer.fingerprint, "text_key": section.text_key}
@@ -114,7 +121,10 @@ SIDECAR = {
     **{"format": int, "tokenizer": str, "text_key": str, "dtype": str, "documents": int, "tokens": int},
     **{"bytes": int, "bad": int, "skipped": dict, "skipped_places": list, "files": list},
 }
-IDENTITY = {"label", "size", "changed", "sha256"}
+SOURCE_FILE = {"label", "size", "changed", "sha256"}
+SAMPLED = 1 << 18
+"""Bytes at each of the three places where a file is sampled."""
+OTHER_CONTENTS = "has other contents than were written (SHA-256); prepare again with --force"
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
@@ -125,23 +135,31 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     info = read_json(path, SIDECAR)
     if info["dtype"] not in ("<u2", "<u4"):
         raise damaged(path, f"'dtype' is {info['dtype']!r}")
-    if not all(isinstance(entry, dict) and entry.keys() >= IDENTITY for entry in info["files"]):
+    if not all(isinstance(entry, dict) and entry.keys() >= SOURCE_FILE for entry in info["files"]):
         raise damaged(path, "'files' holds something else")
     return info
 
 
 class TokenFile(NamedTuple):
-    """Where a shard's ids are; the last two tell a file made anew from the one that was there before."""
+    """Where a shard's ids are; `inode` and `changed` tell whether the file has been made anew since."""
 
     path: str
     dtype: str
     inode: int
     changed: int
+    sha256: str | None
+    """Checksum; None for what an earlier version prepared."""
+
+    def fault(self) -> str | None:
+        """Read the whole file and compare it with its checksum: say what is wrong, if anything is."""
+        if self.sha256 is None or sha256(Path(self.path)) == self.sha256:
+            return None
+        return f"{self.path} {OTHER_CONTENTS}"
 
 
 def open_shard(folder: Path, source: str, name: str, tokenizer: str) -> tuple[NDArray[np.uint64], TokenFile]:
     """Read the index of a finished unit and find its ids. Raises DataError when its three files do not fit
-    together, or `tokenizer` is not the fingerprint they were made with."""
+    together, the index not its checksum, or `tokenizer` is not the fingerprint they were made with."""
     path = sidecar(folder, source, name)
     if not path.is_file():
         raise DataError(f"{path} is missing; run `hybrid prepare`")
@@ -157,6 +175,9 @@ def open_shard(folder: Path, source: str, name: str, tokenizer: str) -> tuple[ND
     stat, wanted = file.stat(), info["tokens"] * np.dtype(info["dtype"]).itemsize
     if stat.st_size != wanted:
         raise DataError(f"{file} has {stat.st_size} bytes, not {wanted}; prepare again with --force")
+    index_sum = info.get("index_sha256")  # an earlier version kept none
+    if index_sum is not None and index_file.is_file() and sha256(index_file) != index_sum:
+        raise DataError(f"{index_file} {OTHER_CONTENTS}")
     try:
         index = np.load(index_file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -164,7 +185,9 @@ def open_shard(folder: Path, source: str, name: str, tokenizer: str) -> tuple[ND
     fits = index.dtype == np.uint64 and index.shape == (info["documents"], 3)
     if not fits or index[:, IDS].sum() != info["tokens"]:
         raise DataError(f"{index_file} does not fit {path}; prepare again with --force")
-    return index, TokenFile(str(file), info["dtype"], stat.st_ino, stat.st_mtime_ns)
+    return index, TokenFile(
+        str(file), info["dtype"], stat.st_ino, stat.st_mtime_ns, info.get("tokens_sha256")
+    )
 
 
 def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer) -> None:
@@ -178,16 +201,21 @@ def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer
     rows: list[tuple[int, int, int]] = []
     path.unlink(missing_ok=True)
     files = [file_identity(item, section) for item in unit.inputs]
+    tokens_sum = hashlib.sha256()  # of what was meant to be written, whatever the disk makes of it
     with replacing(path.with_suffix(".tokens")) as file:
         for item in unit.inputs:
             for text in read_documents(item, section, skips):
                 data = text.encode("utf-8")
                 ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
-                file.write(np.asarray(ids, dtype).tobytes())
+                stored = np.asarray(ids, dtype).tobytes()
+                file.write(stored)
+                tokens_sum.update(stored)
                 rows.append((len(ids), len(data), content_hash(data)))
     index = np.array(rows, np.uint64).reshape(-1, 3)
+    packed = io.BytesIO()
+    np.save(packed, index)
     with replacing(path.with_suffix(".index.npy")) as file:
-        np.save(file, index)
+        file.write(packed.getbuffer())
     info = {
         **unit_settings(section, tokenizer),
         "dtype": dtype.str,
@@ -197,26 +225,50 @@ def build(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer
         "bad": skips.bad,
         "skipped": dict(sorted(skips.counts.items())),
         "skipped_places": skips.places,
+        "tokens_sha256": tokens_sum.hexdigest(),
+        "index_sha256": hashlib.sha256(packed.getbuffer()).hexdigest(),
         "files": files,
     }
     write_json(path, info)
 
 
 def file_identity(item: Input, section: SourceSection) -> dict[str, Any]:
-    """Read what a later change of a file is found by: size, time of change (ns) and SHA-256; no hash where
-    it cannot be opened and bad_lines is skip."""
-    path = Path(item.path)
+    """Read what a later change of a file is found by: size, times (ns) of changes to its content and of any,
+    and hashes of the whole and, where that is large, of samples."""
     try:
-        stat = path.stat()
-        digest = sha256(path) if os.access(path, os.R_OK) or section.bad_lines != "skip" else ""
+        stat = Path(item.path).stat()
     except OSError as error:
         raise DataError(f"{item.label}: {error.strerror}") from None
-    return {"label": item.label, "size": stat.st_size, "changed": stat.st_mtime_ns, "sha256": digest}
+    hashes = ("sha256",) if item.size <= 3 * SAMPLED else ("sha256", "samples")
+    times = {"changed": stat.st_mtime_ns, "status_changed": stat.st_ctime_ns}
+    return {"label": item.label, "size": stat.st_size, **times} | {
+        h: _digest(item, section, h) for h in hashes
+    }
 
 
-def difference(folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer) -> str | None:
-    """Say why a finished unit is no longer what its sources and settings ask for; None: it is. A file counts
-    as changed when its size differs, or both its time of change and its content do."""
+def _digest(item: Input, section: SourceSection, which: str) -> str:
+    """Hash a file (SHA-256): the whole, or `samples`, SAMPLED bytes at its start, middle and end, which are
+    the whole where it has no more. Empty where it cannot be opened and bad_lines is skip."""
+    if section.bad_lines == "skip" and not os.access(item.path, os.R_OK):
+        return ""
+    try:
+        if which == "sha256" or item.size <= 3 * SAMPLED:
+            return sha256(Path(item.path))
+        with open(item.path, "rb") as file:
+            digest = hashlib.sha256()
+            for start in (0, item.size // 2, item.size - SAMPLED):
+                file.seek(start)
+                digest.update(file.read(SAMPLED))
+            return digest.hexdigest()
+    except OSError as error:
+        raise DataError(f"{item.label}: {error.strerror}") from None
+
+
+def difference(
+    folder: Path, unit: Unit, section: SourceSection, tokenizer: Tokenizer, contents: bool
+) -> str | None:
+    """Say why a finished unit is no longer what its sources and settings ask for; None: it is. `contents`:
+    the shard's ids are read whole too, and compared with their checksum."""
     path = unit.sidecar(folder)
     try:
         info = read_sidecar(path)
@@ -224,32 +276,39 @@ def difference(folder: Path, unit: Unit, section: SourceSection, tokenizer: Toke
             if info[key] != value:
                 name = "the tokenizer" if key == "tokenizer" else key
                 return f"{path}: {name} was {info[key]!r}, is now {value!r}"
-        open_shard(folder, unit.source, unit.name, tokenizer.fingerprint)
+        _, file = open_shard(folder, unit.source, unit.name, tokenizer.fingerprint)
+        if contents and (found := file.fault()) is not None:
+            return found
     except DataError as error:
         return str(error)
     if info["bad"] and section.bad_lines == "error":
         return f"{path}: bad lines were skipped, now bad_lines is error"
-    if (found := other_files(path, info, unit)) is not None:
-        return found
+    return other_files(path, info, unit, section)
+
+
+def other_files(
+    path: Path, info: dict[str, Any], unit: Unit, section: SourceSection, which: str = "sha256"
+) -> str | None:
+    """Say how a unit's files differ from those in its sidecar `info`, read from `path`.
+
+    A file whose size and times are as they were is not read. Other times alone, as of a copy, are no change:
+    its `sha256` tells, or its `samples` (`which`).
+    """
     before = {entry["label"]: entry for entry in info["files"]}
-    for item in unit.inputs:
-        was = before[item.label]
-        changed = Path(item.path).stat().st_mtime_ns != was["changed"]
-        if changed and file_identity(item, section)["sha256"] != was["sha256"]:
-            return f"{item.label} changed since it was prepared"
-    return None
-
-
-def other_files(path: Path, info: dict[str, Any], unit: Unit) -> str | None:
-    """Say how the names and sizes of a unit's files differ from those in its sidecar `info`, read from
-    `path`."""
-    before = {entry["label"]: entry["size"] for entry in info["files"]}
-    now = {item.label: item.size for item in unit.inputs}
-    if before.keys() != now.keys():
-        changed = sorted(before.keys() ^ now.keys())
+    labels = {item.label for item in unit.inputs}
+    if before.keys() != labels:
+        changed = sorted(before.keys() ^ labels)
         more = " and others" if len(changed) > 1 else ""
         return f"{path}: the files of the source changed ({changed[0]}{more})"
-    for label, size in now.items():
-        if before[label] != size:
-            return f"{label} changed since it was prepared ({before[label]} bytes then, {size} now)"
+    for item in unit.inputs:
+        was, stat = before[item.label], Path(item.path).stat()
+        if was["size"] != item.size:
+            return f"{item.label} changed since it was prepared ({was['size']} bytes then, {item.size} now)"
+        times = stat.st_mtime_ns, stat.st_ctime_ns
+        if times == (was["changed"], was.get("status_changed", stat.st_ctime_ns)):
+            continue
+        # of a large file, an earlier version took no samples
+        expected = was.get(which, was["sha256"] if item.size <= 3 * SAMPLED else None)
+        if expected is not None and _digest(item, section, which) != expected:
+            return f"{item.label} changed since it was prepared (of {item.size} bytes then and now)"
     return None

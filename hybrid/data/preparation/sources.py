@@ -9,6 +9,7 @@ from importlib import util
 from pathlib import Path
 
 from hybrid.errors import DataError
+from hybrid.paths import local_path
 from hybrid.recipe.schema import FORMATS, SourceSection
 
 from .formats import format_of, is_about_data
@@ -54,7 +55,7 @@ def _expand(name: str, path: str, section: SourceSection, walk: Walk, skips: Ski
     """List the files that `path` stands for, with their formats."""
     if path in CORPORA:
         return CORPORA[path]()
-    full = os.path.expanduser(path)
+    full = local_path(path)
     files = walk.find(full)
     if files is None:
         raise DataError(

@@ -22,6 +22,7 @@ from hybrid.checkpoint.run import load_weights, newest_weights, opened
 from hybrid.checkpoint.writer import Writer
 from hybrid.distributed.world import World
 from hybrid.errors import TrainError
+from hybrid.files import sha256
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -287,6 +288,23 @@ def test_a_leftover_that_cannot_be_deleted_is_no_failure(tmp_path: Path):
     assert (writer.saved_step, monitor.said) == (2, [])
 
 
+def test_links_laid_where_a_save_will_write_are_not_followed(tmp_path: Path):
+    """In a folder that others can write; leftovers of killed saves go, files of others stay."""
+    theirs, folder = tmp_path / "theirs", tmp_path / "checkpoints"
+    theirs.mkdir()
+    folder.mkdir()
+    (theirs / WEIGHTS).write_text("kept")
+    (folder / "step_00000002.partial").symlink_to(theirs)
+    (folder / "latest").symlink_to(theirs / WEIGHTS)
+    (folder / ".latest.0123abcd.partial").write_text("of a killed save")
+    (folder / "other.partial").write_text("kept")
+    writer, monitor = save(checkpoints(folder), 2)
+    assert (writer.saved_step, monitor.said) == (2, [])
+    assert {path.name for path in folder.iterdir()} == {"latest", "step_00000002", "other.partial"}
+    assert (theirs / WEIGHTS).read_text() == "kept"
+    assert (folder / "latest").read_text() == "step_00000002\n"
+
+
 def test_files_beyond_a_size_are_cut_at_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As other programs cut them: numbered, with an index of the weights."""
     monkeypatch.setattr(tensor_files, "FILE_BYTES", 32)
@@ -313,8 +331,10 @@ def test_files_beyond_a_size_are_cut_at_tensors(tmp_path: Path, monkeypatch: pyt
 
 
 def test_weights_lie_in_a_folder_of_their_own_too(three: CheckpointFolder, tmp_path: Path):
-    shutil.copy(newest_weights(three.path.parent) / WEIGHTS, tmp_path)
-    assert newest_weights(tmp_path) == tmp_path
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(newest_weights(three.path.parent) / WEIGHTS, alone)
+    assert newest_weights(alone) == alone
 
 
 def test_the_manifest_lists_every_other_file(three: CheckpointFolder):
@@ -349,6 +369,53 @@ def test_a_damaged_record_goes_back_to_an_older_tag(
     assert "step_00000030 is damaged (trainer.json" in capsys.readouterr().err
     assert three.find("auto") == "step_00000020"
     assert "step_00000030 is damaged (trainer.json" in capsys.readouterr().out
+
+
+def reseal(tag: Path, name: str = "trainer.json") -> None:
+    """Make the manifest agree with a file that was changed."""
+    manifest = json.loads((tag / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": (tag / name).stat().st_size, "sha256": sha256(tag / name)}
+    (tag / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ("{", "trainer.json is damaged, or of another version"),
+        ('{"progress": {"stride": 1}, "origin": {}}', "trainer.json is damaged, or of another version"),
+        (None, "trainer.json is of step 20"),
+    ],
+)
+def test_a_record_that_is_as_written_but_no_record_goes_back_too(
+    three: CheckpointFolder, capsys: pytest.CaptureFixture[str], record: str | None, words: str
+):
+    """None: an older tag's files under the newest one's name."""
+    newest = three.path / "step_00000030"
+    if record is None:
+        shutil.rmtree(newest)
+        shutil.copytree(three.path / "step_00000020", newest)
+    else:
+        (newest / "trainer.json").write_text(record)
+        reseal(newest)
+    assert newest_weights(three.path.parent).name == "step_00000020"
+    assert words in capsys.readouterr().err
+    assert three.find("auto") == "step_00000020"
+    assert words in capsys.readouterr().out
+    with pytest.raises(TrainError, match=words):
+        three.find("step_00000030")
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "optimizer-1.safetensors"])
+def test_tensors_that_no_manifest_lists_are_not_read(three: CheckpointFolder, name: str):
+    shutil.copy(three.path / "step_00000010" / WEIGHTS, three.path / "step_00000030" / name)
+    assert three.find("auto") == "step_00000020"
+    assert newest_weights(three.path.parent).name == "step_00000020"
+
+
+def test_weights_laid_beside_checkpoints_are_not_taken_for_theirs(three: CheckpointFolder):
+    shutil.copy(three.path / "step_00000010" / WEIGHTS, three.path.parent)
+    (three.path / "latest").write_text("../../elsewhere\n")
+    assert newest_weights(three.path.parent).name == "step_00000030"
 
 
 def test_changed_weights_are_not_taken(three: CheckpointFolder, capsys: pytest.CaptureFixture[str]):

@@ -220,3 +220,17 @@ def test_a_terminal_without_a_character_does_not_end_the_program():
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
     )
     assert done.stdout.endswith("\\xe9\n"), done.stderr
+
+
+@pytest.mark.parametrize(("stdout", "stderr"), [("/dev/full", None), ("/dev/full", "/dev/full")])
+def test_a_console_that_takes_nothing_is_told_and_nothing_more(stdout, stderr, tmp_path):
+    """Text that was lost is an error, without Python's own words about its last flush."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open(stdout, "w") as full, open(stderr or tmp_path / "err", "w") as err:
+        done = subprocess.run(
+            [sys.executable, "-m", "hybrid", "info", "debug"], stdout=full, stderr=err, env=environment
+        )
+    assert done.returncode == 2
+    if stderr is None:
+        wanted = "hybrid: error: standard output: No space left on device\n"
+        assert (tmp_path / "err").read_text() == wanted

@@ -45,7 +45,7 @@ def test_the_folder_must_fit_together(tmp_path: Path, python_tokenizer: Tokenize
     (folder / "a/00000-a.tokens").unlink()
     refused(r"00000-a\.tokens is missing")
     (folder / "a/00000-a.index.npy").write_bytes(b"")
-    refused(r"index\.npy cannot be read")
+    refused(r"index\.npy has other contents than were written")
     (folder / "a/00000-a.json").write_bytes(b"{")
     refused(r"00000-a\.json is damaged")
     info = json.loads(whole["a/00000-a.json"])

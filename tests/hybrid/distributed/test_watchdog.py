@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid.distributed.watchdog import compilation_takes_time
+from hybrid.distributed.watchdog import compilation_takes_time, compiled_kernels_are_progress
 from hybrid.distributed.world import World
 from hybrid.errors import LOST_EXIT_CODE
 
@@ -74,3 +74,17 @@ def test_compilation_may_take_its_time():
     with compilation_takes_time(world):
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     assert (seen, world.heartbeat.untimed) == ([1], 0)
+
+
+def test_every_kernel_that_triton_compiles_is_progress(monkeypatch):
+    """Autotuning tries hundreds in the first step; the hook that was there before is called as well."""
+    runtime = pytest.importorskip("triton").knobs.runtime
+    world, called = World(0, 1, 0, 1, torch.device("cpu")), []
+    monkeypatch.setattr(runtime, "jit_post_compile_hook", lambda **given: called.append(given))
+    before, beats = runtime.jit_post_compile_hook, world.heartbeat.beats
+    with compiled_kernels_are_progress(world):
+        for _ in range(3):
+            runtime.jit_post_compile_hook(key="k")
+    assert runtime.jit_post_compile_hook is before
+    assert world.heartbeat.beats == beats + 3
+    assert called == [{"key": "k"}] * 3

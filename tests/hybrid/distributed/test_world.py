@@ -122,7 +122,9 @@ def test_a_place_that_cannot_be_is_refused_at_once(
         ({}, 8, 64.0, 1, None),
     ],
 )
-def test_threads_are_shared_unless_they_were_given(monkeypatch, told, bound, quota, processes, threads):
+def test_threads_are_shared_unless_they_were_given(
+    monkeypatch, tmp_path, told, bound, quota, processes, threads
+):
     for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "CROSS_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in told.items():
@@ -130,7 +132,13 @@ def test_threads_are_shared_unless_they_were_given(monkeypatch, told, bound, quo
     monkeypatch.setattr(environment.os, "cpu_count", lambda: 8)
     monkeypatch.setattr(environment.os, "sched_getaffinity", lambda _: set(range(bound)))
     monkeypatch.setattr(environment, "cpu_quota", lambda: quota)
-    assert environment.default_threads(processes) == threads
+    (tmp_path / "environ").write_bytes(b"HOME=/\0OMP_WAIT_POLICY=passive\0")
+    assert environment.default_threads(processes, tmp_path) == threads
+    (tmp_path / "environ").write_bytes(b"HOME=/\0OMP_NUM_THREADS=1\0")
+    own = "OMP_NUM_THREADS" in told  # and not torchrun's, which was started with it
+    assert environment.default_threads(processes, tmp_path) == (None if own else threads)
+    (tmp_path / "environ").unlink()
+    assert environment.default_threads(processes, tmp_path) == threads
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ def made(**changes):
         "skipped": 0,
         "bits_per_byte_before": 8.5,
         "bits_per_byte": 1.6,
+        "same_text": True,
         "tokens_per_second": 5432.1,
         "seconds": 301.4,
         "peak_memory_bytes": 1_234_000_000,

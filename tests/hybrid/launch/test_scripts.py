@@ -104,6 +104,15 @@ def test_the_slurm_script_starts_the_tasks_that_were_granted(slurm, told, monkey
     assert {int(task.split()[1].partition("/")[2]) for task in tasks} == set(sizes)
 
 
+def test_the_slurm_script_by_itself_says_how_it_is_started(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    done = subprocess.run(
+        [LAUNCH / "slurm.sbatch", "r.yaml"], timeout=SECONDS, capture_output=True, text=True
+    )
+    assert done.returncode
+    assert done.stderr.endswith("SLURM_JOB_ID: is not set: submit this with sbatch\n")
+
+
 def test_the_slurm_script_hands_the_cores_of_a_task_on(slurm, told, monkeypatch):
     monkeypatch.setenv("CODE", "0")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "12")

@@ -70,10 +70,10 @@ def test_hosts_that_ssh_does_not_reach_are_all_named(launch):
     assert "127.0.0.2 (ssh: " in said
 
 
-@pytest.mark.parametrize("line", ["", "# mine", "NCCL_DEBUG INFO"])
+@pytest.mark.parametrize("line", ["", "# mine", "NCCL_DEBUG INFO", "A=\udce9"])
 def test_a_line_of_deepspeed_env_that_deepspeed_cannot_read_is_quoted(launch, tmp_path, line):
     path = tmp_path / ".deepspeed_env"
-    path.write_text(f"A=1\n{line}\nB=2\n")
+    path.write_bytes(f"A=1\n{line}\nB=2\n".encode("utf-8", "surrogateescape"))
     assert f"{path}, line 2: {line!r}: expected NAME=VALUE" in launch()
 
 

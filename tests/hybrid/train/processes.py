@@ -8,12 +8,15 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from hybrid.distributed.environment import free_port
 
@@ -103,6 +106,26 @@ def started(
         for rank, process in enumerate(ranks.processes):
             ranks.signal(rank, signal.SIGKILL)
             process.join()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A file system of its own at `folder`, of some size such as 3m."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk that fills needs root and the right to mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Leave no space, by a file named filler."""
+    with contextlib.suppress(OSError), open(folder / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
 
 
 def train(arguments: list[str]) -> int:

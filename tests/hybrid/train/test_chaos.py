@@ -4,14 +4,12 @@ left gives the series of a run that was left alone. `make test` has a few trials
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from hybrid.checkpoint.folder import tags_in
 from hybrid.errors import LOST_EXIT_CODE, STOPPED_EXIT_CODE
 
 from . import tiny
-from .processes import Ranks, started
+from .processes import Ranks, fill, small_disk, started
 
 pytestmark = pytest.mark.ranks
 
@@ -149,13 +147,10 @@ def cut_during_a_save(trial: Trial) -> None:
 
 def disk_fills(trial: Trial) -> None:
     """Training goes on without new checkpoints; the last one cannot be written, which is an error."""
-    trial.output.mkdir()
-    with small_disk(trial.output):
+    with small_disk(trial.output, "3m"):
         with trial.start() as ranks:
             trial.wait(ranks)
-            with contextlib.suppress(OSError), open(trial.output / "filler", "wb", buffering=0) as file:
-                while True:
-                    file.write(b"x" * 4096)
+            fill(trial.output)
             trial.misfortunes.append("disk full")
             assert ranks.exit_codes(MINUTE) == [2, 2]
         said = ranks.said()
@@ -167,17 +162,6 @@ def disk_fills(trial: Trial) -> None:
         shutil.copytree(trial.output, kept)
     trial.output.rmdir()
     kept.rename(trial.output)
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("a small disk that fills needs root and the right to mount a tmpfs")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def goes_elsewhere(trial: Trial) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
 from pathlib import Path
 
@@ -14,8 +16,11 @@ from hybrid.recipe.schema import MonitorSection
 from hybrid.text import clock
 from hybrid.train.metrics import Metrics, read_metrics
 from hybrid.train.throughput import memory_bytes, peak_flops
+from hybrid.train.trainer import quiet
+from hybrid.train.validation import write_samples
 
 from . import tiny
+from .processes import fill, small_disk
 
 
 def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -31,6 +36,28 @@ def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
                 number = value.simple_value or (value.tensor.float_val[0] if value.tensor.float_val else 0.0)
                 found.setdefault(value.tag, []).append((event.step, number))
     return found
+
+
+def test_metrics_are_not_written_through_a_link(tmp_path: Path):
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "metrics.jsonl").symlink_to("mine")
+    with pytest.raises(OSError, match=r"is a link, through which nothing is written: remove it.*metrics"):
+        Metrics(tmp_path, MonitorSection(tensorboard=False), True, 0)
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_log_is_not_written_through_a_link(tmp_path: Path):
+    (tmp_path / "rank_0.log").symlink_to("mine")
+    with pytest.raises(OSError, match="is a link"), quiet(tmp_path / "rank_0.log", main=True):
+        pass
+    assert not (tmp_path / "mine").exists()
+
+
+def test_samples_that_cannot_be_made_end_no_run(tiny_recipe: Path, tmp_path: Path):
+    said: list[str] = []
+    recipe = tiny.load(tiny_recipe, tmp_path, train__prompts="[alpha]", train__sample_tokens=5)
+    assert write_samples(tmp_path, recipe, torch.device("cpu"), said.append) == []
+    assert said == [f"no samples: {tmp_path} holds no whole weights: " + said[0].partition("weights: ")[2]]
 
 
 def test_one_value_a_step_after_going_back(tmp_path: Path):
@@ -59,6 +86,75 @@ def test_scoring_a_finished_run_again_keeps_its_last_step(tmp_path: Path):
     assert (line["train/loss"], line["validation/loss"], line["run"]) == (1.0, 3.0, metrics.run)
 
 
+@pytest.mark.parametrize("when", ["within the step's line", "before it was scored", "after its statistics"])
+def test_a_step_taken_again_after_a_kill_has_the_later_runs_values_only(tmp_path: Path, when: str):
+    """The killed run wrote some of step 5's lines, the next goes on from step 4 with other settings."""
+    section = MonitorSection(tensorboard=False)
+    killed = Metrics(tmp_path, section, True, 0)
+    for step in (4, 5):
+        killed.write(step, {"train/loss": 1.0, "train/z": 2.0})
+    if when == "after its statistics":
+        killed.write(5, {"validation/loss": 3.0})
+        killed.write(5, {"layers/0/slots": 4.0})
+    if when == "within the step's line":
+        content = (tmp_path / "metrics.jsonl").read_bytes()
+        (tmp_path / "metrics.jsonl").write_bytes(content[:-20])
+    again = Metrics(tmp_path, section, True, 4)
+    again.write(5, {"train/loss": 10.0})
+    again.write(5, {"validation/loss": 30.0})
+    for metrics in (killed, again):
+        metrics.close()
+    four, five = ({k: v for k, v in line.items() if "/" in k} for line in read_metrics(tmp_path))
+    assert four == {"train/loss": 1.0, "train/z": 2.0}
+    assert five == {"train/loss": 10.0, "validation/loss": 30.0}
+
+
+def test_numbers_that_are_not_finite_are_told_apart_in_strict_json(tmp_path: Path):
+    values = {"a/nan": math.nan, "a/up": math.inf, "a/down": -math.inf, "a/x": 1.5}
+    metrics = Metrics(tmp_path, MonitorSection(), True, 0)
+    metrics.write(1, values)
+    metrics.close()
+    (text,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    line = json.loads(text, parse_constant=refuse)
+    assert [line[name] for name in values] == ["NaN", "Infinity", "-Infinity", 1.5]
+    (line,) = read_metrics(tmp_path)
+    assert [line[name] for name in values] == pytest.approx(list(values.values()), nan_ok=True)
+    events = read_events(tmp_path / "tensorboard")
+    assert [events[name][0][1] for name in values] == pytest.approx(list(values.values()), nan_ok=True)
+
+
+def test_metrics_of_older_versions_are_read_under_todays_names(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "run": "a", "train/loss": null, "train/gradient_norm": 2.0}\n'
+    )
+    (line,) = read_metrics(tmp_path)
+    assert line == {"step": 1, "run": "a", "train/loss": None, "train/gradient_norm_before_clipping": 2.0}
+
+
+def test_a_full_disk_is_told_once_and_costs_nothing_that_fits_later(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """tensorflow/tensorboard's own writer ends its thread with a traceback, and with it all later curves."""
+    with small_disk(tmp_path / "run", "256k"):
+        metrics = Metrics(tmp_path / "run", MonitorSection(), True, 0)
+        metrics.write(1, {"train/loss": 1.0})
+        fill(tmp_path / "run")
+        for step in range(2, 200):
+            metrics.write(step, {"train/loss": float(step)})
+            metrics.flush()
+        (tmp_path / "run" / "filler").unlink()
+        metrics.write(200, {"train/loss": 200.0})
+        metrics.close()
+        assert [line["train/loss"] for line in read_metrics(tmp_path / "run")] == list(range(1, 201))
+        assert read_events(tmp_path / "run" / "tensorboard")["train/loss"][-1] == (200, 200.0)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"could not write what is logged: No space .*\(.*\); training goes on without", line)
+
+
 def test_values_of_one_step_are_merged_and_a_cut_line_is_left_out(tmp_path: Path):
     monitor = Metrics(tmp_path, MonitorSection(tensorboard=False), True, 0)
     monitor.write(1, {"a/x": 1.0})
@@ -67,7 +163,8 @@ def test_values_of_one_step_are_merged_and_a_cut_line_is_left_out(tmp_path: Path
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "ru')
     (line,) = read_metrics(tmp_path)
-    assert (line["a/x"], line["a/y"]) == (1.0, None)
+    assert line["a/x"] == 1.0
+    assert math.isnan(line["a/y"])
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -95,7 +192,7 @@ def test_four_ranks_write_one_series(four_ranks, rank_pools, tiny_recipe: Path, 
     rank_pools(1).run(tiny.run, tiny_recipe, tmp_path / "one", **settings)
     assert len(list((tmp_path / "four" / "tensorboard").iterdir())) == 1
     four, one = (read_events(tmp_path / name / "tensorboard") for name in ("four", "one"))
-    for name in ("train/loss", "train/gradient_norm", "train/learning_rate"):
+    for name in ("train/loss", "train/gradient_norm_before_clipping", "train/learning_rate"):
         assert [step for step, _ in four[name]] == list(range(1, 21))
         assert [value for _, value in four[name]] == pytest.approx(
             [value for _, value in one[name]], rel=1e-4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 
 from hybrid.data.batch import Batch, Segment
 from hybrid.distributed import world as distributed
+from hybrid.errors import TrainError
 from hybrid.model import HybridLM
 from hybrid.model.head import IGNORE, Loss
 from hybrid.recipe import Geometry, layer_specs
 from hybrid.recipe.schema import Recipe
+from hybrid.train import engine as engine_module
 from hybrid.train import optimizer
-from hybrid.train.engine import Engine
+from hybrid.train.engine import Engine, settings
 from hybrid.train.step import Step
 
 from .tiny import fingerprint, patched, weights
@@ -80,14 +83,26 @@ def in_ranks(
     bad: str = "loss",
     empty_step: int | None = None,
     z_loss: float = 0.0,
+    overlap: bool = False,
     **section: Any,
 ) -> dict[str, Any]:
-    """Some steps in a rank; `bad_step`: there the last rank's loss, or one entry of its gradient, is nan."""
+    """Some steps in a rank; `bad_step`: there the last rank's loss, or one entry of its gradient, is nan;
+    `overlap`: with communication beside the backward pass, as on GPUs."""
     from deepspeed.runtime import bf16_optimizer
 
     world = distributed.start(1)
     geometry = Geometry(world.size, world.size, size, SEQUENCES // size)
-    with patched(bf16_optimizer, "see_memory_usage", lambda *_, **__: None):  # a garbage collection each
+
+    def overlapping(*args: Any) -> dict[str, Any]:
+        found = settings(*args)
+        assert found["zero_optimization"]["overlap_comm"] is False
+        found["zero_optimization"]["overlap_comm"] = overlap
+        return found
+
+    with (
+        patched(bf16_optimizer, "see_memory_usage", lambda *_, **__: None),  # a garbage collection each
+        patched(engine_module, "settings", overlapping if overlap else settings),
+    ):
         engine = Engine(model(), recipe(stage, precision, **section), geometry, world)
     ids, labels = data(world.size)
     if empty_step is not None:
@@ -202,6 +217,15 @@ def test_adamw_follows_the_large_batch_and_replicas_stay_equal(two_ranks, precis
             assert not skipped
 
 
+@pytest.mark.parametrize(("precision", "stage"), [one for one in STAGES if one[1]])
+def test_communication_beside_the_backward_pass_changes_nothing(two_ranks, precision: str, stage: int):
+    """As settings for GPUs have it, with the two buckets that DeepSpeed then fills in turn."""
+    runs = [
+        two_ranks.run(in_ranks, stage, precision, 2, clip=0.5, overlap=overlap) for overlap in (False, True)
+    ]
+    assert runs[1][0]["hashes"] == runs[1][1]["hashes"] == runs[0][0]["hashes"]
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_z_loss_is_weighted_by_counted_tokens_too(two_ranks, stage: int):
     """The gradient is that of mean loss + weight * mean logsumexp^2; the reported loss is without it."""
@@ -282,3 +306,24 @@ def test_an_odd_number_of_parameters_is_trained(two_ranks, stage: int):
     for found in two_ranks.run(of_lengths, stage):
         for values, wanted in zip(found, right, strict=True):
             assert values == pytest.approx(wanted, rel=1e-5)
+
+
+def with_unknown_ids() -> str:
+    """How a step ends whose model counts ids outside its vocabulary on the last rank."""
+    world = distributed.start(1)
+    loss = Loss(*torch.ones(3), outside=torch.tensor(2 * world.rank))
+    engine: Any = SimpleNamespace(forward=lambda *_, **__: loss)
+    step = Step(engine, world, micro_batches(*(x[0] for x in data(1)), SEQUENCES))
+    objective = step.forward(step.passes[0])
+    try:
+        step.backward(objective)
+    except (TrainError, SystemExit) as error:
+        return str(error)
+    return "went on"
+
+
+def test_ids_outside_the_vocabulary_end_the_run_on_all_ranks(two_ranks):
+    """A GPU does not wait for them in the forward pass: they are told with the loss."""
+    told, stopped = two_ranks.run(with_unknown_ids)
+    assert "2 ids or labels are outside the model's vocabulary. They are in the windows from sample 0" in told
+    assert stopped == "2"

@@ -188,10 +188,11 @@ def test_a_checkpoint_of_an_earlier_version_holds_the_chunks_under_their_old_nam
     stored = resume.plain(found)
     stored["train"]["carry_chunks"] = stored["train"].pop("tbptt_chunks")
     origin = Origin(world_size=1, zero_stage=1, precision="fp32", recipe=stored, tokenizer="t")
-    assert resume.check(origin, found, "t", 1) == []
-    found.train.tbptt_chunks = 4
+    now = replace(origin, recipe=resume.plain(found))
+    assert resume.check(origin, now) == [resume.NO_FINGERPRINT]
+    now.recipe["train"]["tbptt_chunks"] = 4
     with pytest.raises(UserError, match=r"train\.tbptt_chunks: 2 -> 4"):
-        resume.check(origin, found, "t", 1)
+        resume.check(origin, now)
 
 
 # Refusals

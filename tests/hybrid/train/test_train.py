@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import math
 import os
 import re
 import shutil
 import signal
 import sys
+import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ from hybrid.checkpoint.run import load_run, newest_weights, opened
 from hybrid.distributed.signals import Signals
 from hybrid.errors import STOPPED_EXIT_CODE, TrainError
 from hybrid.train.metrics import read_metrics
+from hybrid.train.trainer import quiet
 
 from . import tiny
+from .processes import started
 
 pytestmark = pytest.mark.ranks
 
@@ -214,7 +218,7 @@ def test_training_that_keeps_diverging_stops_and_names_the_batch(
     assert other == ("SystemExit", "2")
     lines = [line for line in read_metrics(tmp_path) if "train/loss" in line]
     assert [line["train/skipped"] for line in lines] == [0, 0, 1, 2]
-    assert lines[2]["train/loss"] is None
+    assert math.isnan(lines[2]["train/loss"])
 
 
 def test_batches_that_do_not_divide_are_refused_at_once(two_ranks, tiny_recipe: Path, tmp_path: Path):
@@ -323,6 +327,25 @@ def test_a_run_directory_is_complete(rank_pools, tiny_recipe: Path, tmp_path: Pa
     (again,) = rank_pools(1).run(tiny.run, tmp_path / "recipe.yaml", tmp_path / "again")
     assert tiny.series(tmp_path / "again") == tiny.series(tmp_path)
     assert again.samples == summary.samples
+
+
+def test_what_layers_compute_slowly_is_said_once(tiny_recipe: Path, tmp_path: Path):
+    """By the main rank alone, and in every rank's log."""
+    wide = {"model__hidden_size": 264, "model__defaults.num_heads": 1, "train__steps": 2}
+    with started(tiny_recipe, tmp_path / "run", 2, tmp_path / "log", **wide) as ranks:
+        assert ranks.exit_codes(60) == [0, 0], ranks.said()
+    assert ranks.said().count("note: heads of 264 features do not fit") == 1
+    assert ranks.said().count("264") == 1
+    logs = [path.read_text() for path in (tmp_path / "run" / "logs").iterdir()]
+    assert [log.count("SlowPathWarning") for log in logs] == [1, 1]
+
+
+def test_messages_that_a_full_disk_does_not_take_end_no_run(tmp_path: Path, capfd):
+    with quiet(tmp_path / "logs" / "rank_0.log", main=True):
+        (tmp_path / "logs").rename(tmp_path / "gone")
+        warnings.warn("nobody needs this", stacklevel=1)
+        logging.getLogger("torch").error("nor this")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_second_run_in_the_same_directory_is_refused(rank_pools, tiny_recipe: Path, tmp_path: Path):

@@ -79,7 +79,12 @@ def series(output: Path, *names: str) -> list[tuple[float, ...]]:
     """`train/...` values of every step that was trained, in step order."""
     from hybrid.train.metrics import read_metrics
 
-    names = names or ("train/loss", "train/learning_rate", "train/gradient_norm", "data/checksum")
+    names = names or (
+        "train/loss",
+        "train/learning_rate",
+        "train/gradient_norm_before_clipping",
+        "data/checksum",
+    )
     return [
         (line["step"], *(line[name] for name in names))
         for line in read_metrics(output)

@@ -3,10 +3,12 @@
 import contextlib
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
 
+from hybrid.layers.kvm.parallel import force_walk
 from hybrid.layers.softmax import force_plain
 
 from ...parity.core_case import core_case
@@ -28,11 +30,29 @@ def cases():
     return list(found.values())
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["flash", "plain"])
+def by_plain_products():
+    return force_plain()
+
+
+def by_groups():
+    return force_walk("torch")
+
+
+@contextlib.contextmanager
+def by_triton():
+    """In Triton's interpreter, which is faster with large blocks."""
+    pytest.importorskip("triton")
+    from hybrid.layers.kvm.triton import states
+
+    with mock.patch.object(states, "SLOTS", 128), force_walk("triton"):
+        yield
+
+
+@pytest.mark.parametrize("way", [contextlib.nullcontext, by_plain_products, by_groups, by_triton])
 @pytest.mark.parametrize(("folder", "case"), cases(), ids=[case["file"] for _, case in cases()])
-def test_core_vectors_hold(folder, case, plain):
+def test_core_vectors_hold(folder, case, way):
     tensors = load_file(folder / case["file"])
-    with force_plain() if plain else contextlib.nullcontext():
+    with way():
         results = core_case(case["config"], tensors, case["variant"])
     for name, value in results.items():
         want = tensors[name]

@@ -9,9 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from hybrid.layers import LayerError
+from hybrid.layers import LayerError, backends
 from hybrid.layers.backends import load_kernels
+from hybrid.layers.errors import SlowPathWarning
 from hybrid.layers.softmax import Mask, attention, flash, force_kernel, force_plain, kernels
+
+from ...pretended_cuda import assert_aligned
 
 SCALE = 0.3
 
@@ -53,7 +56,10 @@ def packages(monkeypatch):
         out, lse = kernels.forward("plain", q, k, v, mask(causal), softmax_scale)
         return out.to(q.dtype), lse
 
-    def cute_backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0):
+    def cute_backward(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, deterministic=False
+    ):
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
         return kernels.backward("plain", (dout, out, lse), q, k, v, mask(causal), softmax_scale)
 
     made = {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
@@ -98,22 +104,63 @@ def test_a_forced_kernel_computes_a_whole_layer(packages, name):
         torch.testing.assert_close(a, b)
 
 
-def test_the_newer_package_goes_first_where_it_runs(packages, monkeypatch):
-    assert flash.fitting(128, 9) == flash.CUTE
-    assert flash.fitting(192, 9) == flash.V2  # heads too large for it
-    assert flash.fitting(128, 8) == flash.V2  # a GPU too old for it
-    assert flash.fitting(128, 7) is None
+def test_the_newer_package_runs_where_it_gains_something(packages, monkeypatch):
+    assert flash.fitting(128, 9, 8192) == flash.CUTE
+    assert flash.fitting(128, 9, 256) is None  # a call takes longer on the host than on the GPU
+    assert flash.fitting(192, 9, 8192) is None  # heads too large for it
+    assert flash.fitting(128, 8, 8192) is None  # a GPU too old for it
     monkeypatch.setitem(sys.modules, flash.MODULES[flash.CUTE][0], None)  # not to be imported
     load_kernels.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert flash.fitting(128, 9) == flash.V2
+        assert flash.fitting(128, 9, 8192) is None
+
+
+def _older_forward(q, k, v, softmax_scale=None, causal=False):
+    raise AssertionError("called without its log-sum-exp")
+
+
+@pytest.mark.parametrize("missing", ["return_lse", "cutlass"])
+def test_an_unfinished_cute_package_is_left_alone_without_a_word(packages, monkeypatch, missing):
+    """flash-attn from 2.8.0 ships an old `flash_attn/cute`, without the packages that it needs."""
+    module = sys.modules[flash.MODULES[flash.CUTE][0]]
+    if missing == "return_lse":
+        monkeypatch.setattr(module, "_flash_attn_fwd", _older_forward)
+    else:
+        monkeypatch.delitem(sys.modules, flash.MODULES[flash.CUTE][0])
+        gone = ModuleNotFoundError("No module named 'cutlass'", name="cutlass")
+        monkeypatch.setattr(backends.importlib, "import_module", lambda _: (_ for _ in ()).throw(gone))
+    load_kernels.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert flash.functions(flash.CUTE) is None
+
+
+def test_deterministic_algorithms_are_asked_of_the_cute_package_too(packages):
+    q, k, v = block()
+    out, lse = kernels.forward("plain", q, k, v, Mask.FULL, SCALE)
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernels.backward(flash.CUTE, (out, out, lse), q, k, v, Mask.FULL, SCALE)  # the stand-in asserts it
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("room", [128, 144, 147, 1155])
+def test_what_a_cuda_kernel_cannot_load_is_copied(room):
+    x = torch.randn(2, 5, room, dtype=torch.bfloat16)
+    v = x[..., 16:144].unflatten(-1, (1, -1)) if room > 128 else x.unflatten(-1, (2, -1))
+    found = kernels.loadable(v)
+    assert torch.equal(found, v)
+    assert (found is v) == (room % 8 == 0)
+    assert_aligned(found)
+    assert_aligned(kernels.loadable(x[..., 1:121].unflatten(-1, (1, -1))))  # the offset alone
 
 
 def test_without_the_packages_torchs_own_kernels_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     load_kernels.cache_clear()
-    assert flash.fitting(128, 9) is None
+    assert flash.fitting(128, 9, 8192) is None
     load_kernels.cache_clear()
     assert kernels.choose(block()[0]) == "cpu"
 
@@ -121,7 +168,7 @@ def test_without_the_packages_torchs_own_kernels_run(monkeypatch):
 def test_heads_that_no_fast_kernel_takes_are_told_once():
     kernels._plain_head.cache_clear()
     q, k, v = block(size=264)
-    with pytest.warns(UserWarning, match="heads of 264 features"):
+    with pytest.warns(SlowPathWarning, match="heads of 264 features"):
         y, _ = attention(q, k, v, causal=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
