@@ -14,6 +14,7 @@ RUN/
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -245,8 +246,12 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def tokenizer_of(weights: Path) -> str | None:
-    """Read the fingerprint of the tokenizer that weights of a checkpoint or model folder were trained with;
-    None where that is not known. TrainError when the record of it is damaged."""
+    """Read the fingerprint of the tokenizer that weights of a checkpoint, model folder or Hugging Face
+    folder were trained with; None where that is not known. TrainError when the record of it is damaged."""
     if (weights / TRAINER).is_file():
         return read_trainer(weights)[1].tokenizer
-    return (conversion_record(weights) or {}).get("tokenizer")
+    if (record := conversion_record(weights)) is not None:
+        return record.get("tokenizer")
+    if read_config(weights).get("model_type") == MODEL_TYPE and (weights / TOKENIZER).is_file():
+        return hashlib.sha256((weights / TOKENIZER).read_bytes()).hexdigest()
+    return None

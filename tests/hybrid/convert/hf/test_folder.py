@@ -14,7 +14,9 @@ from hybrid.checkpoint.run import load_run
 from hybrid.cli.main import main
 from hybrid.convert.common import complete, same_bits
 from hybrid.data.tokenizer import PROBES, Tokenizer
+from hybrid.errors import TrainError
 from hybrid.generate import generate
+from hybrid.train.resume import load_initial
 from tests.hybrid.data.corpus import stdlib_texts
 from tests.hybrid.data.test_tokenizer import TEXTS, trained
 from tests.hybrid.mini import mini
@@ -89,6 +91,15 @@ def test_generate_reads_a_hugging_face_folder_and_the_pipeline_writes_the_same(o
     batch = write(["def ", "import sys, os\nclass "], batch_size=2, **options)
     assert tuple(batch[0][0]["generated_token_ids"][-12:]) == texts[0]
     assert isinstance(write("def ", max_new_tokens=3)[0]["generated_text"], str)
+
+
+def test_training_starts_from_a_hugging_face_folder_unless_its_tokenizer_is_another(theirs, tokenizer):
+    model = mini(ALL_KINDS, seed=1, vocab_size=640)
+    load_initial(model, str(theirs), tokenizer.fingerprint)
+    wanted = load_run(theirs)[0].state_dict()
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in model.state_dict().items())
+    with pytest.raises(TrainError, match="tokenizer"):
+        load_initial(model, str(theirs), "0" * 64)
 
 
 def test_the_tokenizer_gives_identical_ids(tokenizer, theirs):
