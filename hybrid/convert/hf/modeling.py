@@ -39,15 +39,6 @@ class HybridCache(Cache):
         """Give row i what row `beam_idx[i]` had."""
         self.states = [self.states[row].fork() for row in beam_idx.tolist()]
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.reorder_cache(torch.arange(len(self.states)).repeat_interleave(repeats))
-
-    def reset(self) -> None:
-        self.__init__()  # type: ignore[misc]
-
     def crop(self, *_: Any, **__: Any) -> None:
         raise ValueError("the state of a hybrid model cannot be rolled back: read the shorter text anew")
 
