@@ -6,6 +6,7 @@ Gated DeltaNet paper and flash-linear-attention's layer of that name, whose para
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from .parameters import initialise, reset_decay_rate, reset_time_step, reset_uni
 from .registry import register
 from .state import MixerState
 
-DELTA_RULE = AcrossRanks(gated_delta_rule)
+DELTA_RULE = AcrossRanks(partial(gated_delta_rule, normalise=True))
 
 
 @dataclass
@@ -175,7 +176,8 @@ class DeltaMixer(RecurrentMixer):
         q, conv_q = self._convolve("q", u_q, state.conv_q, context)
         k, conv_k = self._convolve("k", u_k, state.conv_k, context)
         v, conv_v = self._convolve("v", u_v, state.conv_v, context)
-        beta = torch.sigmoid(self.b_proj(x).to(v.dtype))
+        wide = compute_dtype(x)
+        beta = torch.sigmoid(self.b_proj(x).to(wide))
         if self.options.allow_neg_eigval:
             beta = 2 * beta
         g = self.log_decay(x)
@@ -185,13 +187,13 @@ class DeltaMixer(RecurrentMixer):
             context,
             state.recurrent,
             u_q.dtype,
-            q=_unit(q.unflatten(-1, (self.num_heads, -1))),
-            k=_unit(k.unflatten(-1, (self.num_heads, -1))),
+            q=q.unflatten(-1, (self.num_heads, -1)),
+            k=k.unflatten(-1, (self.num_heads, -1)),
             v=v.unflatten(-1, (self.num_v_heads, -1)),
             g=g,
             beta=beta,
         )
-        o = self.gate(self.o_norm(o.to(v.dtype)), x)
+        o = self.gate(self.o_norm(o.to(wide)), x)
         y = self.o_proj(o.flatten(-2).to(x.dtype)).to(x.dtype)
         if not context.want_state:
             return y, None
@@ -229,10 +231,6 @@ class DeltaMixer(RecurrentMixer):
 
     def transition_numbers(self) -> int:
         return self.num_v_heads * self.head_k_dim**2
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 @dataclass

@@ -151,7 +151,7 @@ class Mamba2(RecurrentMixer):
             state = Mamba2State(0, None, *lasts)
         mixed, conv = self.conv1d(u, state.conv, context.lengths)
         inner, b, c = mixed.split((self.inner, self.group_width, self.group_width), -1)
-        wide = mixed.dtype
+        wide = compute_dtype(x)
         step = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
         g = -self.A_log.to(wide).exp() * step
         if context.statistics is not None:

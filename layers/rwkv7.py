@@ -189,7 +189,8 @@ class RWKV7(RecurrentMixer):
         if context.statistics is not None:
             context.note(self.site.layer, decay=log_decay.exp(), erase_rate=rate)
         kappa = F.normalize(self._split(k.to(wide) * self.k_k), dim=-1, eps=1e-12)
-        k = k.to(wide) * (1 + (rate - 1) * self.k_a)
+        k = k.to(wide)
+        k = torch.lerp(k, k * rate, self.k_a.to(wide))
         r, log_decay, k, v, rate = (self._split(t) for t in (r, log_decay, k, v, rate))
         o, recurrent = RECURRENCE(
             context, state.recurrent, r.dtype, r=r, log_decay=log_decay, k=k, v=v, a=-kappa, b=kappa * rate
@@ -209,7 +210,8 @@ class RWKV7(RecurrentMixer):
         if not self.options.token_shift:
             return dict.fromkeys(names, x)
         change = previous(x, last, "zero", context.lengths) - x
-        return {name: torch.addcmul(x, change, self.get_parameter(f"x_{name}").to(x.dtype)) for name in names}
+        mixes = torch.stack([self.get_parameter(f"x_{name}").to(x.dtype) for name in names])
+        return dict(zip(names, torch.addcmul(x, change, mixes[:, None, None]), strict=True))
 
     def _mix_values(
         self, v: Tensor, shifted: Tensor, x: Tensor, context: Context, state: RWKV7State
@@ -289,7 +291,7 @@ class _HeadNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (p.to(x.dtype).unflatten(0, x.shape[-2:]) for p in (self.weight, self.bias))
-        return F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * weight + bias
+        return torch.addcmul(bias, F.layer_norm(x, x.shape[-1:], eps=NORM_EPS), weight)
 
 
 def low_ranks(hidden_size: int) -> dict[str, int]:

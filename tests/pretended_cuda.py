@@ -201,6 +201,8 @@ class _Function(TorchFunctionMode):
             copy = args[0].clone()
             device._pinned[copy.untyped_storage()._cdata] = StorageWeakRef(copy.untyped_storage())
             return copy
+        if name == "rms_norm" and device.holds(args[0]) and not device._hidden:
+            return _rms_norm(device, func, *args, **kwargs)
         if name in ("tolist", "numpy", "__array__") and device.holds(args[0]):
             args = (self._move(args[0].detach(), CPU, False), *args[1:])
         wanted = kwargs.get("device")
@@ -319,6 +321,22 @@ def stand_in(device: PretendedDevice, name: str, function: Callable[..., Any]) -
         return Kernel.apply(tuple(tensors), rest, *tensors.values())
 
     return call
+
+
+def _rms_norm(
+    device: PretendedDevice,
+    function: Any,
+    x: Tensor,
+    shape: Any,
+    weight: Tensor | None = None,
+    eps: Any = None,
+) -> Tensor:
+    """On CUDA one kernel of torch's, though several operators on a CPU."""
+
+    def run(x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return function(x, shape, weight, eps)
+
+    return stand_in(device, "rms_norm", run)(x=x, **({} if weight is None else {"weight": weight}))
 
 
 # torch's flash operators for CUDA, with the checks of their C++

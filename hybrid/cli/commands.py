@@ -14,8 +14,9 @@ from pathlib import Path
 
 from .arguments import Parser, UsageError, count, option, part, path, port, rank, size
 
-CONVERT_FORMATS = ("hybrid", "deepspeed", "paper", "hf")
-"""The names in `hybrid.convert.formats`, which imports torch."""
+CONVERT_FROM = ("hybrid", "deepspeed", "paper", "hf")
+CONVERT_TO = ("hybrid", "paper", "hf")
+"""Names in `hybrid.convert.formats`, which imports torch."""
 
 
 @dataclass(frozen=True)
@@ -230,15 +231,14 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _declare_convert(parser: Parser) -> None:
-    formats = ", ".join(CONVERT_FORMATS)
     parser.add_argument("source", metavar="SOURCE", help="a run, checkpoint or model", type=path)
     parser.add_argument("dest", metavar="DEST", help="a new folder", type=path)
     changed = "model keys changed on the way (model.pattern=...), or keys of the source's own config"
     parser.add_argument("settings", metavar="key=value", nargs="*", help=changed)
-    to = f"{formats} (default: %(default)s, what hybrid generate and train.init_from read)"
-    parser.add_argument("--to", choices=CONVERT_FORMATS, default="hybrid", metavar="FORMAT", help=to)
-    known = f"{formats} (default: by its content)"
-    parser.add_argument("--from", choices=CONVERT_FORMATS, dest="source_format", metavar="FORMAT", help=known)
+    to = f"{', '.join(CONVERT_TO)} (default: %(default)s, what hybrid generate and train.init_from read)"
+    parser.add_argument("--to", choices=CONVERT_TO, default="hybrid", metavar="FORMAT", help=to)
+    known = f"{', '.join(CONVERT_FROM)} (default: by its content)"
+    parser.add_argument("--from", choices=CONVERT_FROM, dest="source_format", metavar="FORMAT", help=known)
     option(parser, "--recipe", "RECIPE", "what the source was trained with, where it does not say")
     option(parser, "--shard-size", "SIZE", "bytes of a file at most", size, "4GB")
     unchecked = "do not compare tensors and logits of source and result"

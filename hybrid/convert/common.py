@@ -114,7 +114,10 @@ def complete(section: ModelSection, overrides: Collection[str] = ()) -> ModelSec
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "source"
         path.write_text(recipes.to_yaml({"model": section}), encoding="utf-8")
-        return recipes.load(path, list(overrides), model_only=True).model
+        try:
+            return recipes.load(path, list(overrides), model_only=True).model
+        except recipes.RecipeError as error:  # without the file's name, which nobody knows
+            raise recipes.RecipeError(error.problems) from None
 
 
 def unwrapped(tensors: Tensors) -> Tensors:
@@ -141,6 +144,7 @@ def fit(tensors: Tensors, section: ModelSection, source: Any) -> Model:
         del model.tensors["head.weight"]
         model.dropped["head.weight"] = "the same weight as embedding.weight, to which it is tied"
     refuse_misfits(model.tensors, wanted, source)
+    model.tensors = {name: model.tensors[name] for name in wanted}
     return model
 
 

@@ -41,7 +41,8 @@ def convert(
     """Convert the model at `source` to a new folder `dest`; returns the report that `conversion.json` holds.
 
     Args:
-        to, source_format: names in FORMATS; the source's is recognised by its content where None.
+        to: name of a format that can be written.
+        source_format: name in FORMATS; None: recognised by the source's content.
         overrides: `model.key=value` texts that change the model's settings on the way.
         check: compare what was written with the source in a fresh process.
 
@@ -50,15 +51,12 @@ def convert(
     source_format = source_format or recognise(source)
     if os.path.lexists(dest):
         raise ConvertError(f"{dest} exists already: give a new folder, or remove it")
-    form = FORMATS[to]
-    if form.write is None:
-        raise ConvertError(f"--to {to}: models can be converted from this format, not to it")
     given = FORMATS[source_format].read(source, options)
     model = adapt(given, overrides)
     partial = dest.with_name(f".{dest.name}.{secrets.token_hex(4)}{PARTIAL}")
     partial.mkdir(parents=True)
     try:
-        zeros, not_finite = _write(form, model, partial, shard_bytes, progress)
+        zeros, not_finite = _write(FORMATS[to], model, partial, shard_bytes, progress)
         report = _report(source, source_format, to, model, zeros, not_finite)
         if check:
             progress("checking what was written")

@@ -59,8 +59,16 @@ DEFAULTS: dict[str, Any] = {
 """Upstream's values for keys that a config may leave out; other keys are asked for when they matter."""
 
 
-class _Config(dict[str, Any]):
-    """Upstream's config, with upstream's defaults and words for what is missing."""
+class Config(dict[str, Any]):
+    """Upstream's config, with upstream's defaults and words for what is missing; `used` are the keys read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.used: set[str] = values.used if isinstance(values, Config) else set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.used.add(key)
+        return super().__getitem__(key)
 
     def __missing__(self, key: str) -> Any:
         if key in DEFAULTS:
@@ -89,9 +97,9 @@ def model_section(config: Mapping[str, Any]) -> ModelSection:
     Raises NotSupported for mixers and switches this project does not have, ConvertError for a config that
     is incomplete or contradicts itself.
     """
-    values = _Config(config)
+    values = Config(config)
     values.refuse(OFF_ONLY)
-    letters = layer_letters(config)
+    letters = layer_letters(values)
     section = ModelSection(
         pattern=compress(letters),
         layers={letter: _layer(values, letter, prefix) for letter, prefix in _roles(values).items()},
@@ -108,7 +116,7 @@ def model_section(config: Mapping[str, Any]) -> ModelSection:
 
 def layer_letters(config: Mapping[str, Any]) -> list[str]:
     """List one letter per layer. With a period of 2 or more layer 0 is an alternate one; else none is."""
-    values = _Config(config)
+    values = Config(config)
     depth, period = values["num_hidden_layers"], values["alt_layer_every"]
     if period == 1:
         raise NotSupported(
@@ -139,7 +147,7 @@ def _letter(mixer: Any, key: str) -> str:
     return LETTERS[mixer]
 
 
-def _roles(values: _Config) -> dict[str, str]:
+def _roles(values: Config) -> dict[str, str]:
     """Map each letter to the prefix of its rotary keys in the config."""
     roles = {LETTERS[values["token_mixer"]]: ""}
     if values["alt_layer_every"] > 1:
@@ -147,7 +155,7 @@ def _roles(values: _Config) -> dict[str, str]:
     return roles
 
 
-def _layer(values: _Config, letter: str, prefix: str) -> dict[str, Any]:
+def _layer(values: Config, letter: str, prefix: str) -> dict[str, Any]:
     """Write the entry of the layer table for one of the two mixers."""
     heads = values["num_attention_heads"]
     layer: dict[str, Any] = {
@@ -187,15 +195,15 @@ def _layer(values: _Config, letter: str, prefix: str) -> dict[str, Any]:
     return {"kind": DEFAULT_LETTERS[letter], **layer}
 
 
-def _refuse_modes(values: _Config, letter: str) -> None:
+def _refuse_modes(values: Config, letter: str) -> None:
     """Raise NotSupported for other forms of value residual and token shift, which no published config has."""
     own = {"K": "kvm", "F": "gptalpha", "B": "gptalpha", "W": "swa", "Q": "ovq"}.get(letter)
     for key in (f"{own}_value_residual_mode", f"{own}_token_shift_mode"):
-        if values.get(key, "rwkv") != "rwkv":
+        if key in values and values[key] != "rwkv":
             raise NotSupported(f"{key} is {values[key]!r}; supported: 'rwkv'")
 
 
-def _ovq_options(values: _Config) -> dict[str, Any]:
+def _ovq_options(values: Config) -> dict[str, Any]:
     """Translate chunk and dictionary of an OVQ layer to options of our `ovq`."""
     values.refuse(OVQ_OFF_ONLY)
     chunk, window = values["ovq_chunk_size"], values["ovq_window_size"]
@@ -210,7 +218,7 @@ def _ovq_options(values: _Config) -> dict[str, Any]:
 
 def kvm_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Translate budget, gates and value rule of a KVM layer to options of our `kvm`."""
-    values = _Config(config)
+    values = Config(config)
     mode = values["state_budget_mode"]
     if mode not in BUDGETS:
         raise NotSupported(f"state_budget_mode is {mode!r}; supported: {', '.join(BUDGETS)}")

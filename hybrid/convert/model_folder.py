@@ -44,6 +44,8 @@ def recognise(path: Path) -> str | None:
     its tensors' names."""
     if is_weights(path):
         return f"tensor {MARKS[0]}" if read_state_dict(path)[0].keys() >= set(MARKS) else None
+    if not path.is_dir():
+        return None
     if tags_in(path / CHECKPOINTS):
         return CHECKPOINTS
     marks = [name for name in (TRAINER, RECIPE) if (path / name).is_file() and weight_files(path)]

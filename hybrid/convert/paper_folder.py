@@ -17,8 +17,8 @@ from hybrid.recipe.pattern import DEFAULT_LETTERS
 from hybrid.recipe.schema import ModelSection
 
 from . import ConvertError, NotSupported
-from .common import Format, Model, Options, Tensors, complete, fit, meta_model
-from .kvm_paper import BUDGETS, LETTERS, from_upstream, model_section, our_name, to_upstream, unread
+from .common import Format, Model, Options, Tensors, complete, fit, meta_model, short_list
+from .kvm_paper import BUDGETS, LETTERS, Config, from_upstream, model_section, our_name, to_upstream, unread
 from .tensor_io import is_weights, read_state_dict
 
 SETTINGS = "config.json"
@@ -69,7 +69,7 @@ def read(path: Path, options: Options) -> Model:
 def of_tensors(tensors: Tensors, place: Path, options: Options) -> Model:
     """Convert tensors in upstream's names; the config lies at `place`, or beside that file."""
     settings = {key: yaml.safe_load(value) for key, value in options.settings.items()}
-    config = _read_config(place if place.is_dir() else place.parent) | settings
+    config = Config(_read_config(place if place.is_dir() else place.parent) | settings)
     if not config:
         raise ConvertError(
             f"{place}: no {SETTINGS} beside it says how the model is built: put it there, or give its keys "
@@ -78,6 +78,8 @@ def of_tensors(tensors: Tensors, place: Path, options: Options) -> Model:
     section = complete(model_section(config))
     model = fit(from_upstream(tensors, meta_model(section).state_dict()), section, place)
     model.source_names = {our_name(name): name for name in tensors if name not in unread(tensors)}
+    if idle := sorted(config.keys() - config.used):
+        model.notes.append(f"keys of the config that nothing here reads: {short_list(idle)}")
     model.dropped = dict.fromkeys(sorted(unread(tensors)), "nothing reads it in the paper's code")
     return model
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..backends import full_precision
 from ..errors import LayerError
+from ..indices import index
 from .slots import Slots
 from .spec import Update
 
@@ -88,10 +89,10 @@ def in_time(choice: Choice, updates: list[Update], sequences: Iterable[int], ski
     counts = [update.sequences for update in updates]
     ends = list(zip(counts, accumulate(counts), strict=True))
     rows = [[end - count + b for count, end in ends if b < count] for b in sequences]
-    index = torch.tensor(rows, device=choice.slot.device)
+    order = index(tuple(row for own in rows for row in own), choice.slot.device).view(len(rows), -1)
 
     def sort(x: Tensor) -> Tensor:
-        return x[index].transpose(1, 2).flatten(2)[..., skip:]
+        return x[order].transpose(1, 2).flatten(2)[..., skip:]
 
     slot, founds, margin = choice
     return Choice(sort(slot), sort(founds), None if margin is None else sort(margin))

@@ -23,12 +23,15 @@ from ..indices import kept, offsets, on_device
 LEAST_DECAY = -40.0
 """Log decays are raised to this: e^-40 is 4e-18, below rounding of anything it multiplies."""
 MOST_DECAY = -100.0
-"""Log decay of a chunk down to which fp32 holds its centred factors, from e^-50 to e^50."""
+"""Log decay of a chunk down to which fp32 holds its centred factors, from e^-50 to e^50. (float64 holds any
+chunk of 16, which decays by no more than e^(16 * LEAST_DECAY).)"""
 GROUP_ROWS = 4096
 """Chunks are worked on so many rows (tokens times heads) at a time, which keeps them in a CPU's cache."""
 GROUP_ROWS_GPU = 2**17
 CHUNK_GPU = 64
 """Tokens in a chunk on a GPU, where launches cost more than products."""
+LEAST_DECAY_GPU = -20.0
+"""e^-20 is 2e-9, below rounding in fp32, and float64 holds the factors of any chunk, from e^-640 to e^640."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +86,20 @@ def running_decay(g: Tensor, axis: int) -> Tensor:
     return g.double().clamp(min=LEAST_DECAY).cumsum(axis)
 
 
-def choose_chunks(g: Tensor, sizes: Sequence[int], lengths: Sequence[int]) -> tuple[ChunkLayout, bool]:
-    """Choose the longest chunks of `sizes` whose log decays `g` `[B, T, ...]` fp32 can factor about their
-    middle, and tell whether it can. On a GPU nobody looks, as the host would wait."""
+def choose_chunks(g: Tensor, sizes: Sequence[int], lengths: Sequence[int]) -> tuple[ChunkLayout, Tensor]:
+    """Choose the longest chunks of `sizes` whose log decays `g` `[B, T, ...]` fp32 can factor.
+
+    Returns the layout and g; where even the shortest chunks decay too much g is float64, and the operator has
+    to compute so. On a GPU it always is: to look would make the host wait.
+    """
     tokens, device = g.shape[1], g.device
     if device.type == "cuda":
-        return ChunkLayout.of(tokens, CHUNK_GPU, lengths, device), False
+        return ChunkLayout.of(tokens, CHUNK_GPU, lengths, device), g.double().clamp(min=LEAST_DECAY_GPU)
     for size in sizes:
         layout = ChunkLayout.of(tokens, size, lengths, device)
         if float(layout.split(g.detach()).sum(2).min()) >= MOST_DECAY:
-            return layout, True
-    return layout, False
+            return layout, g
+    return layout, g.clamp(min=LEAST_DECAY).double()
 
 
 def centred_growth(g: Tensor) -> Tensor:
@@ -112,9 +118,67 @@ def groups(like: Tensor) -> Iterator[slice]:
         yield slice(start, min(count, start + step))
 
 
-def by_chunk(starts: Sequence[bool], *tensors: Tensor) -> list[tuple[bool, tuple[Tensor, ...]]]:
-    """Give for every chunk whether it is a start, and its entry of each tensor."""
-    return list(zip(starts, zip(*(x.unbind() for x in tensors), strict=True), strict=True))
+def walk(
+    starts: Sequence[bool],
+    states: Tensor,
+    decay: Tensor,
+    added: Tensor | None,
+    reads: Tensor | None = None,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
+    inverse: Tensor | None = None,
+) -> None:
+    """Take the first of `states` `[n + 1, X, K, V]` through n chunks, in three launches each (see `folded`):
+
+        U = inverse (reads + left M);  M <- decay M + added + right^T U
+
+    Fills in the other states, and U in place of `reads` `[n, X, L, V]` (None: there is no U). Chunks that are
+    `starts` begin with zero.
+    """
+    given = decay, added, reads, left, right, inverse
+    for fresh, before, after, d, a, u, l, r, i in _by_chunk(starts, states, *given):
+        if fresh:
+            before.zero_()
+        if a is None:
+            torch.mul(d, before, out=after)
+        else:
+            torch.addcmul(a, d, before, out=after)
+        if i is not None:
+            torch.bmm(i, torch.baddbmm(u, l, before), out=u)
+        elif u is not None:
+            u.baddbmm_(l, before)
+        if u is not None:
+            after.baddbmm_(r.mT, u)
+
+
+def walk_back(
+    starts: Sequence[bool],
+    d_states: Tensor,
+    decay: Tensor,
+    d_reads: Tensor | None = None,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
+    inverse: Tensor | None = None,
+) -> None:
+    """Complete the gradients of all states, from what the outputs give them and the last of `d_states`; those
+    that the outputs give U, `d_reads`, become those of `reads`. Both in place."""
+    chunks = _by_chunk(starts, d_states, decay, d_reads, left, right, inverse)
+    for fresh, before, after, d, u, l, r, i in reversed(chunks):
+        before.addcmul_(d, after)
+        if u is not None:
+            u.baddbmm_(r, after)
+            if i is not None:
+                u.copy_(i.mT @ u)
+            before.baddbmm_(l.mT, u)
+        if fresh:
+            before.zero_()
+
+
+def _by_chunk(starts: Sequence[bool], states: Tensor, *tensors: Tensor | None) -> list[tuple[Any, ...]]:
+    """Give for every chunk whether it is a start, the states before and after it, and its entries."""
+    every = states.unbind()
+    each = ([None] * len(starts) if x is None else x.unbind() for x in tensors)
+    return list(zip(starts, every[:-1], every[1:], *each, strict=True))
 
 
 def add_products(total: Tensor, a: Tensor, b: Tensor, factor: float = 1) -> Tensor:
@@ -123,21 +187,30 @@ def add_products(total: Tensor, a: Tensor, b: Tensor, factor: float = 1) -> Tens
     return total
 
 
+def folded(inverse: Tensor, *rows: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+    """Apply the inverse to rows of all chunks at once on a GPU: a launch less in each chunk, for a product
+    more. Gives what is left of it for the walk, and the rows."""
+    return (None, [inverse @ x for x in rows]) if inverse.is_cuda else (inverse, list(rows))
+
+
+def product(a: Tensor, b: Tensor, into: Tensor) -> None:
+    """Write `a @ b`, for `[n, X, ...]`, straight into its place."""
+    torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=into.flatten(0, 1))
+
+
 class Recurrence(NamedTuple):
-    """A recurrence over chunks of centred decays, worked on a group of n chunks at a time, forward and
-    backward: the fastest on a CPU. For other decays and GPUs see `levels`.
+    """A recurrence over chunks, worked on a group of n chunks at a time, forward and backward.
 
     Both functions take the operands `[n, B, L, ...]` of a group, and `starts`: which of its chunks begin with
     a zero state.
     """
 
-    forward: Callable[[list[Tensor], Tensor, Tensor, Sequence[bool], Tensor], Tensor]
-    """(operands, places for the state before each chunk, state before the first, starts, place for the
-    outputs) -> state after the last."""
-    backward: Callable[[list[Tensor], Tensor, Tensor, Sequence[bool], list[Tensor]], Tensor]
-    """(operands, the outputs where they are kept, and their gradient; state before each chunk and after the
-    last; gradient of that last one; starts; places for the operands' gradients) -> gradient of the state
-    before the first."""
+    forward: Callable[[list[Tensor], Tensor, Sequence[bool], Tensor], None]
+    """(operands; the state before the first chunk, and places for those after each; starts; place for the
+    outputs)."""
+    backward: Callable[[list[Tensor], Tensor, Tensor, Sequence[bool], list[Tensor]], None]
+    """(operands, the outputs where they are kept, and their gradient; states as in `forward`; places for
+    their gradients, with that of the last one; starts; places for the operands' gradients)."""
     value: int
     """Index of the operand that has the shape of the outputs."""
     keeps_outputs: bool = False
@@ -158,14 +231,14 @@ class _Run(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(operands[rule.value], memory_format=torch.contiguous_format)
         states = state.new_empty(len(out) + 1, *state.shape)
+        states[0] = state
         with full_precision(state):
             for span in groups(out):
-                own = [x[span] for x in operands]
-                state = rule.forward(own, states[span], state, starts[span], out[span])
-        states[-1] = state
+                around = states[span.start : span.stop + 1]
+                rule.forward([x[span] for x in operands], around, starts[span], out[span])
         ctx.save_for_backward(states, *operands, *([out] if rule.keeps_outputs else []))
         ctx.rule, ctx.starts = rule, starts
-        return out, state
+        return out, states[-1].clone()
 
     @staticmethod
     @once_differentiable
@@ -177,5 +250,8 @@ class _Run(torch.autograd.Function):
             for span in reversed(list(groups(grad))):
                 own, into = [x[span] for x in (*kept, grad)], [x[span] for x in grads]
                 around = states[span.start : span.stop + 1]
-                d_state = ctx.rule.backward(own, around, d_state, ctx.starts[span], into)
+                d_states = torch.empty_like(around)
+                d_states[-1] = d_state
+                ctx.rule.backward(own, around, d_states, ctx.starts[span], into)
+                d_state = d_states[0]
         return None, None, d_state, *grads

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from ..backends import full_precision
-from .chunked import Recurrence, add_products, by_chunk, centred_growth, choose_chunks
+from .chunked import Recurrence, add_products, centred_growth, choose_chunks, folded, product, walk, walk_back
 from .fla import fla_kernel
-from .levels import LevelRecurrence, Steps, decays, outputs, seen_products, unit_inverse
 
 CHUNKS = (32, 16)
 """Tokens in a chunk at most; the shorter where the longer decays too much."""
@@ -44,6 +43,7 @@ def gated_delta_rule(
     beta: Tensor,
     *,
     scale: float | None = None,
+    normalise: bool = False,
     state: Tensor | None = None,
     lengths: Sequence[int] = (),
     dtype: torch.dtype | None = None,
@@ -51,11 +51,12 @@ def gated_delta_rule(
     """Compute the outputs for every token, and the state after the last.
 
     Args:
-        q, k: `[B, T, H, K]`, k of length 1 or less.
+        q, k: `[B, T, H, K]`, k of length 1 or less, unless they are normalised here.
         v: `[B, T, HV, V]`, HV a multiple of H.
         g: `[B, T, HV]`, or `[B, T, HV, K]` for a decay per key channel; at most 0.
         beta: `[B, T, HV]`, from 0 to 2.
         scale: of the queries; None: 1 / sqrt(K).
+        normalise: divide q and k by their lengths first (whose squares 1e-6 is added to).
         state: `[B, HV, K, V]`, fp32 or wider; None: zero.
         lengths: documents packed in the row (B is 1, no state): each starts from zero. The state returned is
             then the last document's.
@@ -69,9 +70,12 @@ def gated_delta_rule(
     name = "fla.ops.kda:{}_kda" if g.ndim == q.ndim else "fla.ops.gated_delta_rule:{}_gated_delta_rule"
     kernel = fla_kernel(name, q, q.shape[-1], dtype or q.dtype)
     if kernel is not None:  # its states are laid out as ours
-        return kernel({"q": q, "k": k, "v": v, "beta": beta}, {"g": g}, scale, state, lengths)
+        operands = {"q": q, "k": k, "v": v, "beta": beta}
+        return kernel(operands, {"g": g}, scale, state, lengths, use_qk_l2norm_in_kernel=normalise)
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v, g, beta = (x.to(wide) for x in (q, k, v, g, beta))
+    if normalise:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     if state is None:
         state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
     if g.ndim < q.ndim:
@@ -100,10 +104,12 @@ def _steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    layout, centred = choose_chunks(g, CHUNKS, lengths)
+    dtype = v.dtype
+    layout, g = choose_chunks(g, CHUNKS, lengths)
+    q, k, v, beta, state = (x.to(g.dtype) for x in (q, k, v, beta, state))
     operands = [layout.split(x) for x in (q, k, v, g, beta[..., None])]
-    out, memory = (CHUNKED if centred else LEVELS).run(layout.starts, state.flatten(0, 1), operands)
-    return layout.join(out), memory.view(state.shape)
+    out, memory = CHUNKED.run(layout.starts, state.flatten(0, 1), operands)
+    return layout.join(out).to(dtype), memory.view(state.shape).to(dtype)
 
 
 class _Scores(NamedTuple):
@@ -135,30 +141,20 @@ def _scores(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> _Scores:
     return _Scores(left, q_left, k_left, right, read, inverse, grow, grow[..., -1:, :].mT)
 
 
-def _forward(
-    operands: list[Tensor], memories: Tensor, memory: Tensor, starts: Sequence[bool], out: Tensor
-) -> Tensor:
+def _forward(operands: list[Tensor], memories: Tensor, starts: Sequence[bool], out: Tensor) -> None:
     """One group of chunks (see `Recurrence.forward`): operands q, k, v, g, beta; M `[X, K, V]`."""
     q, k, v, g, beta = (x.transpose(2, 3) for x in operands)
     s = _scores(q, k, g, beta)
-    writes = (v * beta).flatten(1, 2).contiguous()
-    scaled = torch.empty_like(memories)
-    steps = by_chunk(starts, memories, scaled, s.scale, writes, s.k_left, s.inverse, s.right.mT)
-    for fresh, (before, large, scale, write, left, inverse, right) in steps:
-        if fresh:
-            memory = torch.zeros_like(memory)
-        before.copy_(memory)
-        torch.mul(scale, memory, out=large)
-        torch.bmm(inverse, torch.baddbmm(write, left, large, alpha=-1), out=write)
-        memory = torch.baddbmm(large, right, write).mul_(scale)
-    y = add_products(s.q_left @ scaled, s.read, writes)
+    scale = s.scale.mT
+    inverse, (writes, left) = folded(s.inverse, (v * beta).flatten(1, 2).contiguous(), s.k_left * -scale)
+    walk(starts, memories, s.scale.square(), None, writes, left, s.right * scale, inverse)
+    y = add_products((s.q_left * scale) @ memories[:-1], s.read, writes)
     out.transpose(2, 3).copy_(y.view(v.shape))
-    return memory
 
 
 def _backward(
-    operands: list[Tensor], memories: Tensor, d_memory: Tensor, starts: Sequence[bool], into: list[Tensor]
-) -> Tensor:
+    operands: list[Tensor], memories: Tensor, d_memories: Tensor, starts: Sequence[bool], into: list[Tensor]
+) -> None:
     """The same backward (see `Recurrence.backward`); `d_x` is the gradient of x."""
     q, k, v, g, beta, grad = (x.transpose(2, 3) for x in operands)
     into = [x.transpose(2, 3) for x in into]
@@ -170,15 +166,12 @@ def _backward(
     d_rows = grad.new_empty(*s.left.shape[:-1], v.shape[-1])
     d_out, d_rest = d_rows.split(size, -2)
     d_out.unflatten(1, heads).copy_(grad)
-    d_writes = s.read.mT @ d_out
-    d_sum = torch.empty_like(scaled)  # of M~ + k^^T U
-    steps = by_chunk(starts, d_sum, s.scale, d_writes, s.right, s.inverse.mT, d_rest, s.left.mT, d_rows)
-    for fresh, (d_after, scale, d_write, right, inverse, d_own, left, d_row) in reversed(steps):
-        torch.mul(scale, d_memory, out=d_after)
-        torch.neg(inverse @ d_write.baddbmm_(right, d_after), out=d_own)
-        d_memory = torch.baddbmm(d_after, left, d_row).mul_(scale)
-        if fresh:
-            d_memory = torch.zeros_like(d_memory)
+    d_writes, scale = s.read.mT @ d_out, s.scale.mT
+    product((s.q_left * scale).mT, d_out, d_memories[:-1])
+    inverse, (left,) = folded(s.inverse, s.k_left * -scale)
+    walk_back(starts, d_memories, s.scale.square(), d_writes, left, s.right * scale, inverse)
+    torch.neg(d_writes if inverse is not None else s.inverse.mT @ d_writes, out=d_rest)
+    d_sum = s.scale * d_memories[1:]  # of M~ + k^^T U
     seen = grad.new_ones(size, size)
     d_scores = (d_rows @ writes.mT).mul_(torch.cat((seen.tril(), seen.tril(-1))))
     d_left = add_products(d_scores @ s.right, d_rows, scaled.mT)
@@ -197,26 +190,6 @@ def _backward(
     torch.addcmul(d_right / grow, d_key, beta, out=into[1])
     torch.mul(d_rest, -beta, out=into[2])
     torch.sub((d_key * k).sum(-1, keepdim=True), (d_rest * v).sum(-1, keepdim=True), out=into[4])
-    return d_memory
 
 
 CHUNKED = Recurrence(_forward, _backward, value=2)
-
-
-def _prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Steps, tuple[Tensor, ...]]:
-    """Prepare a group of chunks (see `LevelRecurrence.prepare`): M is `[X, K, V]`."""
-    q, k, v, g, beta = (x.transpose(2, 3).contiguous() for x in (q, k, v, g, beta))
-    decay = decays(g, centred=False)
-    (read,), (own,) = seen_products((q, k), (k,), decay)
-    inverse = unit_inverse(own * -beta) * beta.mT
-    steps = Steps(
-        decay.total.mT.flatten(1, 2),
-        None,
-        (inverse @ v).flatten(1, 2),
-        (-inverse @ (k * decay.start)).flatten(1, 2),
-        (k * decay.end).flatten(1, 2),
-    )
-    return steps, ((q * decay.start).flatten(1, 2), read.flatten(1, 2))
-
-
-LEVELS = LevelRecurrence(_prepare, outputs, value=2)

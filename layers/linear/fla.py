@@ -43,6 +43,31 @@ def fla_kernel(name: str, x: Tensor, key_width: int, dtype: torch.dtype, **bound
     return None if found is None else partial(_run, found[0], dtype, bounds if form == "chunk" else None)
 
 
+def fla_short_conv(
+    u: Tensor, weight: Tensor, bias: Tensor | None, last: Tensor | None, lengths: Sequence[int]
+) -> tuple[Tensor, Tensor | None] | None:
+    """Convolve `u` `[B, T, channels]` as `ShortConv.forward` does, SiLU included, by fla's kernel: the
+    outputs in u's dtype, and the last inputs (None of packed rows). None where torch has to compute."""
+    wanted = u.shape[1] >= SHORT and not (lengths and last is not None)
+    if plain_forced() or not wanted or not on_supported_gpu(u.device, u.dtype):
+        return None
+    found = load_kernels("fla", "fla.modules.causal_conv1d", "causal_conv1d")
+    if found is None:
+        return None
+    return found[0](
+        x=u, weight=weight.squeeze(1), bias=bias, initial_state=last, output_final_state=not lengths,
+        activation="silu", **_packed(lengths, u.device),
+    )  # fmt: skip
+
+
+def _packed(lengths: Sequence[int], device: torch.device) -> dict[str, Tensor | None]:
+    """Give packed documents' borders as the chunked forms take them: the same tensors for one batch."""
+    if not lengths:
+        return {"cu_seqlens": None}
+    here, there = (borders(tuple(lengths), where) for where in (torch.device("cpu"), device))
+    return {"cu_seqlens": there, "cu_seqlens_cpu": here}
+
+
 def on_supported_gpu(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the Triton kernels can run: half precision, Ampere or newer."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
@@ -59,21 +84,26 @@ def _run(
     scale: float,
     state: Tensor | None,
     lengths: Sequence[int],
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """Run `kernel` on operands by its names, cast to `dtype`, and the log decay as it is; `bounds`: None for
-    the recurrent form.
+    the recurrent form; `more`: what all forms take beside.
 
     Returns:
         The outputs, and the state after the (packed: the last document's) last token.
     """
-    packed: dict[str, Tensor | None] = {"cu_seqlens": None}
-    if lengths:
-        device = next(iter(decay.values())).device
-        packed["cu_seqlens"] = borders(tuple(lengths), device)
-        if bounds is not None:
-            packed["cu_seqlens_cpu"] = borders(tuple(lengths), torch.device("cpu"))
+    packed = _packed(lengths, next(iter(decay.values())).device)
+    if bounds is None:
+        packed.pop("cu_seqlens_cpu", None)
     cast = {name: x.to(dtype) for name, x in operands.items()}
     o, states = kernel(
-        **cast, **decay, scale=scale, initial_state=state, output_final_state=True, **packed, **bounds or {}
+        **cast,
+        **decay,
+        scale=scale,
+        initial_state=state,
+        output_final_state=True,
+        **packed,
+        **bounds or {},
+        **more,
     )
     return o, states[-1:] if lengths else states

@@ -27,9 +27,18 @@ import torch
 from torch import Tensor
 
 from ..backends import full_precision
-from .chunked import CHUNK_GPU, ChunkLayout, Recurrence, add_products, by_chunk, centred_growth
+from .chunked import (
+    CHUNK_GPU,
+    ChunkLayout,
+    Recurrence,
+    add_products,
+    centred_growth,
+    folded,
+    product,
+    walk,
+    walk_back,
+)
 from .fla import fla_kernel
-from .levels import LevelRecurrence, Steps, decays, outputs, seen_products, unit_inverse
 
 CHUNK = 32
 """Tokens in a chunk at most, on a CPU."""
@@ -107,10 +116,10 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """Compute in chunks: arguments and results as in `rwkv7_recurrence`, which sees to dtypes. Tokens of
     zeros, which fill a last chunk, leave the state as it is."""
-    rule, size = (LEVELS, CHUNK_GPU) if r.device.type == "cuda" else (CHUNKED, CHUNK)
+    size = CHUNK_GPU if r.device.type == "cuda" else CHUNK
     layout = ChunkLayout.of(r.shape[1], size, lengths, r.device)
     operands = [layout.split(x) for x in (r, log_decay, k, v, a, b)]
-    out, memory = rule.run(layout.starts, state.flatten(0, 1), operands)
+    out, memory = CHUNKED.run(layout.starts, state.flatten(0, 1), operands)
     return layout.join(out), memory.view(state.shape)
 
 
@@ -150,65 +159,43 @@ def _seen(size: int, like: Tensor) -> Tensor:
     return torch.cat((every.tril(), every.tril(-1))).repeat(1, 2)
 
 
-def _values(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make rows `[n, X, 2L, V]`, v `[n, B, H, L, V]` over room for the reads; give them and both halves."""
-    size = v.shape[-2]
-    rows = v.new_empty(*v.shape[:3], 2 * size, v.shape[-1])
-    rows[..., :size, :] = v
-    rows = rows.flatten(1, 2)
-    return rows, *rows.split(size, -2)
-
-
-def _forward(
-    operands: list[Tensor], memories: Tensor, memory: Tensor, starts: Sequence[bool], out: Tensor
-) -> Tensor:
+def _forward(operands: list[Tensor], memories: Tensor, starts: Sequence[bool], out: Tensor) -> None:
     """One group of chunks (see `Recurrence.forward`): operands r, log_decay, k, v, a, b; M `[X, K, V]`."""
     r, decay, k, v, a, b = (x.transpose(2, 3) for x in operands)
-    size = v.shape[-2]
+    size, v = v.shape[-2], v.flatten(1, 2)
     s = _scores(r, decay, k, a, b)
-    rows, values, reads = _values(v)
-    own = s.scores[..., size:, :size] @ values
-    scaled = torch.empty_like(memories)
-    steps = by_chunk(
-        starts, memories, scaled, s.scale, own, s.left[..., size:, :], s.inverse, reads, rows, s.right.mT
-    )
-    for fresh, (before, large, scale, seen, left, inverse, read, row, right) in steps:
-        if fresh:
-            memory = torch.zeros_like(memory)
-        before.copy_(memory)
-        torch.mul(scale, memory, out=large)
-        read.copy_(inverse @ torch.baddbmm(seen, left, large))
-        memory = torch.baddbmm(large, right, row).mul_(scale)
-    y = add_products(s.left[..., :size, :] @ scaled, s.scores[..., :size, :], rows)
-    out.transpose(2, 3).copy_(y.view(v.shape))
-    return memory
+    start, end = (x.mul_(s.scale.mT) for x in (s.left, s.right))
+    y, own = (s.scores[..., :size] @ v).split(size, -2)
+    inverse, (reads, left) = folded(s.inverse, own.contiguous(), start[..., size:, :])
+    added = end[..., :size, :].mT @ v
+    walk(starts, memories, s.scale.square(), added, reads, left, end[..., size:, :], inverse)
+    y = add_products(start[..., :size, :] @ memories[:-1], s.scores[..., :size, size:], reads).add_(y)
+    out.transpose(2, 3).copy_(y.view(r.shape[:3] + y.shape[2:]))
 
 
 def _backward(
-    operands: list[Tensor], memories: Tensor, d_memory: Tensor, starts: Sequence[bool], into: list[Tensor]
-) -> Tensor:
+    operands: list[Tensor], memories: Tensor, d_memories: Tensor, starts: Sequence[bool], into: list[Tensor]
+) -> None:
     """The same backward (see `Recurrence.backward`); `d_x` is the gradient of x."""
     r, log_decay, k, v, a, b, grad = (x.transpose(2, 3) for x in operands)
     into = [x.transpose(2, 3) for x in into]
     size, heads = r.shape[-2], r.shape[1:3]
     s = _scores(r, log_decay, k, a, b)
     scaled = s.scale * memories[:-1]
-    rows, values, reads = _values(v)
+    rows, d_rows = (v.new_empty(*s.left.shape[:-1], v.shape[-1]) for _ in range(2))
+    (values, reads), (d_out, d_own) = (x.split(size, -2) for x in (rows, d_rows))
+    values.unflatten(1, heads).copy_(v)
     own = add_products(s.scores[..., size:, :size] @ values, s.left[..., size:, :], scaled)
     reads.copy_(s.inverse @ own)
     # Gradients of the rows that `left` gives: of o, and of what (I - Ab)^-1 is applied to.
-    d_rows, d_out, d_own = _values(grad)
-    d_reads = s.scores[..., :size, size:].mT @ d_out
-    d_sum = torch.empty_like(scaled)  # of M~ + k~^T v + b~^T U
-    steps = by_chunk(
-        starts, d_sum, s.scale, d_reads, s.right[..., size:, :], s.inverse.mT, d_own, s.left.mT, d_rows
-    )
-    for fresh, (d_after, scale, d_read, late, inverse, d_solved, left, d_row) in reversed(steps):
-        torch.mul(scale, d_memory, out=d_after)
-        d_solved.copy_(inverse @ d_read.baddbmm_(late, d_after))
-        d_memory = torch.baddbmm(d_after, left, d_row).mul_(scale)
-        if fresh:
-            d_memory = torch.zeros_like(d_memory)
+    d_out.unflatten(1, heads).copy_(grad)
+    d_reads, start = s.scores[..., :size, size:].mT @ d_out, s.left * s.scale.mT
+    product(start[..., :size, :].mT, d_out, d_memories[:-1])
+    inverse, (left,) = folded(s.inverse, start[..., size:, :])
+    right = s.right[..., size:, :] * s.scale.mT
+    walk_back(starts, d_memories, s.scale.square(), d_reads, left, right, inverse)
+    d_own.copy_(d_reads if inverse is not None else s.inverse.mT @ d_reads)
+    d_sum = s.scale * d_memories[1:]  # of M~ + k~^T v + b~^T U
     d_scores = (d_rows @ rows.mT).mul_(_seen(size, grad))
     d_left = add_products(d_scores @ s.right, d_rows, scaled.mT)
     d_right = add_products(d_scores.mT @ s.left, rows, d_sum.mT)
@@ -227,29 +214,6 @@ def _backward(
     torch.mul(d_left[..., size:, :], before, out=into[4])
     torch.div(d_right[..., :size, :], grow, out=into[2])
     torch.div(d_right[..., size:, :], grow, out=into[5])
-    return d_memory
 
 
 CHUNKED = Recurrence(_forward, _backward, value=3)
-
-
-def _prepare(
-    r: Tensor, log_decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
-) -> tuple[Steps, tuple[Tensor, ...]]:
-    """Prepare a group of chunks (see `LevelRecurrence.prepare`): M is `[X, K, V]`."""
-    r, log_decay, k, v, a, b = (x.transpose(2, 3).contiguous() for x in (r, log_decay, k, v, a, b))
-    decay = decays(log_decay, centred=True)
-    a = a * torch.exp(-log_decay)  # so that it decays as the others do
-    (r_k, r_b), (a_k, a_b) = seen_products((r, a), (k, b), decay)
-    inverse = unit_inverse(a_b)
-    steps = Steps(
-        decay.total.mT.flatten(1, 2),
-        ((k * decay.end).mT @ v).flatten(1, 2),
-        (inverse @ (a_k @ v)).flatten(1, 2),
-        (inverse @ (a * decay.start)).flatten(1, 2),
-        (b * decay.end).flatten(1, 2),
-    )
-    return steps, tuple(x.flatten(1, 2) for x in (r * decay.start, r_b, r_k @ v))
-
-
-LEVELS = LevelRecurrence(_prepare, outputs, value=3)

@@ -14,6 +14,7 @@ from ..errors import LayerError
 from ..indices import kept, offsets, on_device
 from ..norms import compute_dtype
 from ..parameters import always_used, reset_uniform
+from .fla import fla_short_conv
 
 if TYPE_CHECKING:
     from ..context_parallel import SequenceShard
@@ -35,7 +36,7 @@ class ShortConv(nn.Module):
 
     def forward(
         self, u: Tensor, last: Tensor | None = None, lengths: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Convolve `u` `[B, T, channels]`.
 
         Args:
@@ -43,8 +44,12 @@ class ShortConv(nn.Module):
             lengths: of packed documents; `last` stands before the first of them, the others start anew.
 
         Returns:
-            `[B, T, channels]` in at least fp32, and the last `width` inputs, `[B, channels, width]`.
+            `[B, T, channels]` in at least fp32 (in u's dtype from a kernel), and the last `width` inputs,
+            `[B, channels, width]` (None of a packed row from a kernel).
         """
+        found = fla_short_conv(u, self.weight, self.bias, last, lengths)
+        if found is not None:
+            return found
         if last is None:
             last = u.new_zeros(u.shape[0], self.channels, self.width)
         padded = torch.cat((last.to(u.dtype).transpose(1, 2), u), 1)

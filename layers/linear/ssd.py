@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from ..backends import full_precision
-from .chunked import Recurrence, add_products, by_chunk, centred_growth, choose_chunks
+from .chunked import Recurrence, add_products, centred_growth, choose_chunks, walk, walk_back
 from .fla import fla_kernel
-from .levels import LevelRecurrence, Steps, decays
 
 CHUNKS = (64, 32, 16)
 """Tokens in a chunk at most; the shorter where the longer decays too much."""
@@ -90,13 +89,13 @@ def _steps(x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor) -> tuple[T
 def _chunks(
     x: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    heads = b.shape[2], x.shape[2] // b.shape[2]
-    layout, centred = choose_chunks(g, CHUNKS, lengths)
+    dtype, heads = x.dtype, (b.shape[2], x.shape[2] // b.shape[2])
+    layout, g = choose_chunks(g, CHUNKS, lengths)
+    x, b, c, state = (z.to(g.dtype) for z in (x, b, c, state))
     memory = state.unflatten(1, heads).permute(0, 1, 4, 2, 3).flatten(0, 1)  # [X, N, M, P]
-    rule = CHUNKED if centred else LEVELS
-    out, memory = rule.run(layout.starts, memory, [layout.split(z) for z in (x, b, c, g)])
+    out, memory = CHUNKED.run(layout.starts, memory, [layout.split(z) for z in (x, b, c, g)])
     state = memory.unflatten(0, (-1, heads[0])).permute(0, 1, 3, 4, 2).flatten(1, 2)
-    return layout.join(out), state
+    return layout.join(out).to(dtype), state.to(dtype)
 
 
 class _Rows(NamedTuple):
@@ -129,35 +128,26 @@ def _rows(x: Tensor, b: Tensor, c: Tensor, g: Tensor) -> _Rows:
     return _Rows(_by_group(x / grow, groups), b, c, (c @ b.mT).tril_(), scale, grow)
 
 
-def _forward(
-    operands: list[Tensor], memories: Tensor, memory: Tensor, starts: Sequence[bool], out: Tensor
-) -> Tensor:
+def _forward(operands: list[Tensor], memories: Tensor, starts: Sequence[bool], out: Tensor) -> None:
     """One group of chunks (see `Recurrence.forward`): operands x, b, c, g; the state is `[X, N, M, P]`."""
     s = _rows(*operands)
-    added = (s.b.mT @ s.x).unflatten(-1, memory.shape[-2:]).mul_(s.scale)
-    for fresh, (before, more, decay) in by_chunk(starts, memories, added, s.scale.square()):
-        if fresh:
-            memory = torch.zeros_like(memory)
-        before.copy_(memory)
-        memory = torch.addcmul(more, memory, decay)
-    y = add_products(s.read @ s.x, s.c, (memories * s.scale).flatten(-2))
+    added = (s.b.mT @ s.x).unflatten(-1, memories.shape[-2:]).mul_(s.scale)
+    walk(starts, memories, s.scale.square(), added)
+    y = add_products(s.read @ s.x, s.c, (memories[:-1] * s.scale).flatten(-2))
     torch.mul(s.to_tokens(y), s.grow, out=out)
-    return memory
 
 
 def _backward(
-    operands: list[Tensor], memories: Tensor, d_memory: Tensor, starts: Sequence[bool], into: list[Tensor]
-) -> Tensor:
+    operands: list[Tensor], memories: Tensor, d_memories: Tensor, starts: Sequence[bool], into: list[Tensor]
+) -> None:
     """The same backward (see `Recurrence.backward`); `d_z` is the gradient of z."""
     x, b, c, g, out, grad = operands
     s = _rows(x, b, c, g)
     d_y = _by_group(grad * s.grow, b.shape[3])
     scaled = (memories[:-1] * s.scale).flatten(-2)
-    more = (s.c.mT @ d_y).unflatten(-1, d_memory.shape[-2:]).mul_(s.scale)
-    d_after = torch.empty_like(more)  # of the state after each chunk
-    for fresh, (after, own, decay) in by_chunk(starts, d_after, more, s.scale.square())[::-1]:
-        after.copy_(d_memory)
-        d_memory = torch.zeros_like(d_memory) if fresh else torch.addcmul(own, d_memory, decay)
+    torch.mul((s.c.mT @ d_y).unflatten(-1, memories.shape[-2:]), s.scale, out=d_memories[:-1])
+    walk_back(starts, d_memories, s.scale.square())
+    d_after = d_memories[1:]
     d_sum = (d_after * s.scale).flatten(-2)  # of S~ + B^T x~
     d_scores = (d_y @ s.x.mT).tril_()
     d_x = add_products(s.read.mT @ d_y, s.b, d_sum)
@@ -171,34 +161,6 @@ def _backward(
     d_log[:, :, -1] += (d_after * memories[1:]).sum((-3, -1)).view(d_log[:, :, -1].shape)
     size = x.shape[2]
     torch.matmul(g.new_ones(size, size).triu(), d_log, out=into[3])
-    return d_memory
 
 
 CHUNKED = Recurrence(_forward, _backward, value=0, keeps_outputs=True)
-
-
-def _prepare(x: Tensor, b: Tensor, c: Tensor, g: Tensor) -> tuple[Steps, tuple[Tensor, ...]]:
-    """Prepare a group of chunks (see `LevelRecurrence.prepare`): M is `[X, N, M, P]`."""
-    groups = b.shape[3]
-    b, c = (z.transpose(2, 3).flatten(1, 2) for z in (b, c))  # [n, X, L, N]
-    decay = decays(g.transpose(2, 3)[..., None], centred=False)
-
-    def by_group(factor: Tensor) -> Tensor:
-        """Take `[n, B, H, ..., L, 1]` to `[n, X, ..., L, M, 1]`."""
-        return factor.unflatten(2, (groups, -1)).movedim(3, -2).flatten(1, 2)
-
-    x = x.unflatten(3, (groups, -1)).transpose(2, 3).flatten(1, 2)  # [n, X, L, M, P]
-    shared = (c @ b.mT).unsqueeze(2) * decay.seen
-    own = shared @ (x.unsqueeze(2) * by_group(decay.right)).flatten(-2)
-    own = (own.unflatten(-1, x.shape[-2:]) * by_group(decay.left)).sum(2)
-    added = (b.mT @ (x * by_group(decay.end)).flatten(-2)).unflatten(-1, x.shape[-2:])
-    return Steps(by_group(decay.total), added), (c, by_group(decay.start), own)
-
-
-def _outputs(c: Tensor, start: Tensor, own: Tensor, states: Tensor, _: None) -> Tensor:
-    """Compute outputs `[n, X, L, M * P]`."""
-    read = (c @ states.flatten(-2)).unflatten(-1, own.shape[-2:])
-    return torch.addcmul(own, read, start).flatten(-2)
-
-
-LEVELS = LevelRecurrence(_prepare, _outputs, value=0)

@@ -14,7 +14,7 @@ from hybrid.layers.errors import SlowPathWarning
 from hybrid.layers.linear import fla
 from hybrid.layers.softmax import force_plain
 
-from ..parity.linear_reference import delta_steps, ssd_steps
+from ..parity.linear_reference import convolve, delta_steps, ssd_steps
 from .mixers import assert_same_gradients, assert_same_state, build, gradients, packed_context, tokens
 from .test_across import in_parts, operands
 
@@ -41,9 +41,11 @@ def by_document(steps, tensors: list[Tensor], state: Tensor | None, cu_seqlens: 
 
 def delta(
     *, q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
-    cu_seqlens_cpu=None,
+    cu_seqlens_cpu=None, use_qk_l2norm_in_kernel=False,
 ):  # fmt: skip
     assert output_final_state
+    if use_qk_l2norm_in_kernel:
+        q, k = (x / torch.sqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     assert initial_state is None or initial_state.dtype == torch.float64
     q = q * (scale * q.shape[-1] ** 0.5)
     return by_document(delta_steps, [q, k, v, g, beta], initial_state, cu_seqlens)
@@ -61,6 +63,18 @@ def simple_gla(
         return o, after.mT
 
     return by_document(steps, [q, k, v, g], initial_state, cu_seqlens)
+
+
+def causal_conv1d(
+    *, x, weight, bias=None, initial_state=None, output_final_state=False, activation=None, cu_seqlens=None,
+    cu_seqlens_cpu=None,
+):  # fmt: skip
+    assert activation == "silu"
+    if cu_seqlens is None:
+        return convolve(x, weight[:, None], bias, initial_state)
+    assert (initial_state, output_final_state) == (None, False)
+    pieces = x.split(cu_seqlens_cpu.diff().tolist(), 1)
+    return torch.cat([convolve(piece, weight[:, None], bias, None)[0] for piece in pieces], 1), None
 
 
 @pytest.fixture
@@ -88,6 +102,9 @@ def calls(monkeypatch):
         made = modules[f"fla.ops.{module}"] = ModuleType(f"fla.ops.{module}")
         for name in names:
             setattr(made, name, stand_in(name, function))
+    conv = modules["fla.modules.causal_conv1d"] = ModuleType("fla.modules.causal_conv1d")
+    conv.causal_conv1d = causal_conv1d
+    modules["fla.modules"] = ModuleType("fla.modules")
     for name, made in {"fla": ModuleType("fla"), "fla.ops": ModuleType("fla.ops"), **modules}.items():
         monkeypatch.setitem(sys.modules, name, made)
     monkeypatch.setattr(fla, "on_supported_gpu", lambda device, dtype: True)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hybrid import recipe as recipes
 from hybrid.checkpoint.run import load_run
-from hybrid.cli.commands import CONVERT_FORMATS
+from hybrid.cli.commands import CONVERT_FROM, CONVERT_TO
 from hybrid.cli.main import main
 from hybrid.convert import convert as module
 from hybrid.convert.common import LazyTensor, complete, same_bits
@@ -100,7 +100,8 @@ def test_a_destination_is_there_whole_or_not_at_all(source, tmp_path, monkeypatc
 
 
 def test_the_command_knows_every_format():
-    assert set(CONVERT_FORMATS) == set(FORMATS)
+    assert set(CONVERT_FROM) == set(FORMATS)
+    assert set(CONVERT_TO) == {name for name, form in FORMATS.items() if form.write}
 
 
 def test_an_existing_destination_is_refused(source, tmp_path, capsys):
@@ -122,7 +123,9 @@ def test_unknown_and_ambiguous_sources_are_refused_with_what_was_seen(source, tm
     assert "--from" in words
     assert convert(source, tmp_path / "made", "--from", "hybrid") == 0
     assert convert(source, tmp_path / "again", "--to", "deepspeed", "--from", "hybrid") == 2
-    assert "not to it" in capsys.readouterr().err
+    assert "invalid choice: 'deepspeed'" in capsys.readouterr().err
+    assert convert(source / "recipe.yaml", tmp_path / "again") == 2
+    assert "recipe.yaml is a file: none of the formats" in capsys.readouterr().err
 
 
 def test_a_model_folder_is_loaded_trained_from_and_generated_with(rank_pools, tiny_recipe, tmp_path, capsys):
@@ -208,7 +211,7 @@ def test_what_cannot_be_made_up_is_refused(source, tmp_path, capsys):
         capsys.readouterr().err
     )
     assert convert(source, tmp_path / "made", "model.patern=K4") == 2
-    assert "model.patern" in capsys.readouterr().err
+    assert "the recipe has a problem:\n  - model.patern (command line)" in capsys.readouterr().err
     assert convert(source, tmp_path / "made", "hidden=3") == 2
     assert "only model.* keys" in capsys.readouterr().err
 

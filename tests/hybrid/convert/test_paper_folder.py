@@ -111,10 +111,12 @@ def test_a_bare_state_dict_with_its_settings_on_the_command_line(theirs, tmp_pat
     assert all(same_bits(made[name], tensor) for name, tensor in same.items())
 
 
-def test_a_config_without_the_usual_tie_key_keeps_the_head(theirs, tmp_path):
+def test_a_config_without_the_usual_tie_key_keeps_the_head(theirs, tmp_path, capsys):
     """The paper's code misspells it and has a head of its own."""
     settings(theirs, tie_word_embeddings=..., tie_embedding_word=True)
-    assert convert(theirs, tmp_path / "ours", "--no-check") == 0
+    assert convert(theirs, tmp_path / "ours", "--no-check", "kvm_use_head_temp=0") == 0
+    assert "keys of the config that nothing here reads: " in (said := capsys.readouterr().out)
+    assert {"kvm_use_head_temp", "tie_embedding_word"} <= set(said.replace(",", "").split())
     model = FORMAT.read(tmp_path / "ours", Options())
     assert not model.section.tie_embeddings
     assert not same_bits(model.tensors["head.weight"].read(), model.tensors["embedding.weight"].read())
