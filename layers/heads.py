@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .errors import LayerError, is_count, require, require_counts, require_flags, require_positive
+from .errors import LayerError, is_count, is_number, require, require_counts, require_flags, require_positive
 from .norms import NORMS
 from .rope import STYLES
 
@@ -27,8 +28,13 @@ class ProjectionOptions:
     """Slowest rotation is about 1 / base radians a token."""
     rotary_style: str = "paper"
     """paper (interleaved pairs, inclusive exponents, turned by minus the angle) or standard (Llama)."""
+    rotary_frequencies: list[float] | None = None
+    """Radians per token of each rotated pair, rotary_dim / 2 of them. None: those of base and style."""
+    rotary_scale: float = 1.0
+    """Multiplies the rotated features (YaRN's attention factor)."""
     qk_norm: str = "layernorm"
     """Per-head norm of queries and keys: layernorm, rmsnorm or none."""
+    qk_norm_eps: float = 1e-5
     token_shift: bool = True
     """Mix each projected q, k and v with the previous token's."""
     value_residual: bool = True
@@ -41,7 +47,11 @@ class ProjectionOptions:
         dim = self.rotary_dim
         even = dim is None or (is_count(dim, 0) and dim % 2 == 0)
         require(even, "rotary_dim", dim, "an even number, 0 or more, or null")
-        require_positive(self, "rotary_base")
+        for name in ("rotary_base", "rotary_scale", "qk_norm_eps"):
+            require_positive(self, name)
+        given = self.rotary_frequencies
+        finite = given is None or all(is_number(one) and math.isfinite(one) for one in given)
+        require(finite, "rotary_frequencies", given, "a list of finite numbers, or null")
         require(self.rotary_style in STYLES, "rotary_style", self.rotary_style, ", ".join(STYLES))
         require(self.qk_norm in (*NORMS, "none"), "qk_norm", self.qk_norm, ", ".join((*NORMS, "none")))
         require_flags(self, "token_shift", "value_residual", "qkv_bias")
@@ -87,4 +97,9 @@ class Heads(NamedTuple):
             rotary_dim = default_rotary_dim(head_dim)
         if rotary_dim > head_dim:
             raise LayerError(f"rotary_dim is {rotary_dim}; allowed: even numbers up to head_dim {head_dim}")
+        given = options.rotary_frequencies
+        if given is not None and 2 * len(given) != rotary_dim:
+            raise LayerError(
+                f"rotary_frequencies has {len(given)} entries; rotary_dim {rotary_dim} has half as many"
+            )
         return cls(num_heads, num_kv_heads, head_dim, rotary_dim)

@@ -89,8 +89,8 @@ class ProjectedMixer(Mixer):
         self.c_v = nn.Linear(size, self.kv_width, bias=options.qkv_bias)
         self.c_proj = nn.Linear(self.q_width, size, bias=False)
         if options.qk_norm != "none":
-            self.ln_q = make_norm(options.qk_norm, heads.head_dim)
-            self.ln_k = make_norm(options.qk_norm, heads.head_dim)
+            self.ln_q = make_norm(options.qk_norm, heads.head_dim, options.qk_norm_eps)
+            self.ln_k = make_norm(options.qk_norm, heads.head_dim, options.qk_norm_eps)
         if options.token_shift:
             self.x_q = nn.Parameter(torch.empty(self.q_width))
             self.x_k = nn.Parameter(torch.empty(self.kv_width))
@@ -263,7 +263,16 @@ class ProjectedMixer(Mixer):
             lengths, start = context.lengths, context.shard.carried
             if lengths:
                 start = (start, *[0] * (len(lengths) - 1))
-        settings = (self.rotary_dim, self.options.rotary_base, self.options.rotary_style)
+        options = self.options
+        given = options.rotary_frequencies
+        frequencies = None if given is None else tuple(given)
+        settings = (
+            self.rotary_dim,
+            options.rotary_base,
+            options.rotary_style,
+            frequencies,
+            options.rotary_scale,
+        )
         key = ("rotary", start, q.shape[1], *settings)
         if key not in context.tables:
             context.tables[key] = rotary(positions(q.shape[1], start, lengths, q.device), *settings)

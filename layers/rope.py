@@ -49,10 +49,24 @@ def positions(
     return on_device(torch.cat([torch.arange(first, first + length) for first, length in ranges]), device)
 
 
-def rotary(positions: Tensor, rotary_dim: int, base: float, style: str) -> Rotary:
-    """Compute tables for integer `positions` `[T]`; angles are fp32 products of position and frequency."""
-    angles = positions.float()[:, None] * frequencies(rotary_dim, base, style, positions.device)
-    return Rotary(angles.cos(), angles.sin(), style)
+def rotary(
+    positions: Tensor,
+    rotary_dim: int,
+    base: float,
+    style: str,
+    given: Sequence[float] | None = None,
+    scale: float = 1.0,
+) -> Rotary:
+    """Compute tables for integer `positions` `[T]`; angles are fp32 products of position and frequency.
+
+    `given`: frequencies `[P / 2]` instead of those of base and style; `scale` multiplies cosine and sine.
+    """
+    if given is None:
+        turns = frequencies(rotary_dim, base, style, positions.device)
+    else:
+        turns = torch.tensor(given, dtype=torch.float32, device=positions.device)
+    angles = positions.float()[:, None] * turns
+    return Rotary(angles.cos() * scale, angles.sin() * scale, style)
 
 
 def rotate(x: Tensor, table: Rotary) -> Tensor:

@@ -14,6 +14,7 @@ RUN/
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -34,6 +35,7 @@ from hybrid.errors import TrainError
 from hybrid.files import lock, write_json, write_text
 from hybrid.model import HybridLM
 from hybrid.recipe import RecipeError
+from hybrid.recipe.config_json import CONFIG, MODEL_TYPE, read_config, section_of
 from hybrid.recipe.schema import Recipe
 
 from .folder import (
@@ -50,6 +52,8 @@ from .tensor_files import SUFFIX, Reader, weight_files
 RECIPE, TOKENIZER, CHECKPOINTS = "recipe.yaml", "tokenizer.model", "checkpoints"
 CONVERSION = "conversion.json"
 """What `hybrid convert` writes into a folder beside the model: settings, origin, report."""
+HF_PREFIX = "model."
+"""What stands before our names of tensors in a Hugging Face folder."""
 PACKAGES = ("kvm-hybrid", "torch", "deepspeed", "numpy", "sentencepiece", "grain", "safetensors", "omegaconf")
 
 
@@ -112,7 +116,8 @@ def _version(package: str) -> str | None:
 
 
 def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]:
-    """Load the model (fp32, on the CPU, newest weights), tokenizer and recipe of a run directory.
+    """Load the model (fp32, on the CPU, newest weights), tokenizer and recipe of a run directory, a model
+    folder, or a Hugging Face folder of ours.
 
     What lies beside the weights is not trusted: the recipe is that which the checkpoint was written with, and
     where recipe.yaml describes another model, that is said on standard error.
@@ -151,6 +156,9 @@ def recorded_recipe(weights: Path) -> Recipe | None:
         return recipes.from_saved(read_trainer(weights)[1].recipe, str(weights / TRAINER))
     if (record := conversion_record(weights)) is not None:
         return recipes.from_saved({"model": record["settings"]}, str(weights / CONVERSION), model_only=True)
+    config = read_config(weights)
+    if config.get("model_type") == MODEL_TYPE:
+        return Recipe(model=section_of(config, weights / CONFIG))
     return None
 
 
@@ -231,15 +239,19 @@ def _weights_fault(tag: Path) -> str | None:
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Load the weights in a folder that `newest_weights` found; TrainError when they are damaged."""
     reader = Reader(folder)
-    found = {name: reader.weight(name) for name in reader.weights}
+    found = {name.removeprefix(HF_PREFIX): reader.weight(name) for name in reader.weights}
     if whole := [f"{name} is {found[name].dtype}" for name in found if not found[name].is_floating_point()]:
         raise TrainError(f"{folder}: weights are floating-point numbers, but {whole[0]}")
     return found
 
 
 def tokenizer_of(weights: Path) -> str | None:
-    """Read the fingerprint of the tokenizer that weights of a checkpoint or model folder were trained with;
-    None where that is not known. TrainError when the record of it is damaged."""
+    """Read the fingerprint of the tokenizer that weights of a checkpoint, model folder or Hugging Face
+    folder were trained with; None where that is not known. TrainError when the record of it is damaged."""
     if (weights / TRAINER).is_file():
         return read_trainer(weights)[1].tokenizer
-    return (conversion_record(weights) or {}).get("tokenizer")
+    if (record := conversion_record(weights)) is not None:
+        return record.get("tokenizer")
+    if read_config(weights).get("model_type") == MODEL_TYPE and (weights / TOKENIZER).is_file():
+        return hashlib.sha256((weights / TOKENIZER).read_bytes()).hexdigest()
+    return None

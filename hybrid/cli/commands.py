@@ -14,8 +14,8 @@ from pathlib import Path
 
 from .arguments import Parser, UsageError, count, option, part, path, port, rank, size
 
-CONVERT_FROM = ("hybrid", "deepspeed", "paper")
-CONVERT_TO = ("hybrid", "paper")
+CONVERT_FROM = ("hybrid", "deepspeed", "paper", "hf")
+CONVERT_TO = ("hybrid", "paper", "hf")
 """Names in `hybrid.convert.formats`, which imports torch."""
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from . import ConvertError, deepspeed, model_folder, paper_folder
 from .common import Format
+from .hf import folder as hf_folder
 
 FORMATS: dict[str, Format] = {
     "hybrid": model_folder.FORMAT,
     "deepspeed": deepspeed.FORMAT,
     "paper": paper_folder.FORMAT,
+    "hf": hf_folder.FORMAT,
 }
 """By the name that `--from` and `--to` take."""
 

@@ -45,8 +45,8 @@ class Tokenizer:
     `model` is the model file's content, `origin` names it in messages. Raises DataError when it is no
     sentencepiece model or loses text.
 
-    Attributes: `vocab_size`, `bos_id`, `eos_id` (a model without a begin id begins with its end id),
-    `fingerprint` (the model file's SHA-256).
+    Attributes: `vocab_size`, `bos_id`, `eos_id` (a model without a begin id begins with its end id), `pad_id`
+    (the end id where there is none; never used here), `fingerprint` (the model file's SHA-256).
     """
 
     def __init__(self, model: bytes, origin: str = "the tokenizer") -> None:
@@ -63,6 +63,7 @@ class Tokenizer:
         self.vocab_size = len(self._pieces)
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.eos_id, self.bos_id = self._borders()
+        self.pad_id = self._processor.pad_id() if self._processor.pad_id() >= 0 else self.eos_id
         self._bytes = [self._piece_bytes(token) for token in range(self.vocab_size)]
         self._mark_ids = [self._byte_id(byte) for byte in SPACE_MARK.encode()]
         self._newline = self._newline_id()

@@ -65,7 +65,7 @@ class HybridLM(nn.Module):
         if tied is not None:
             self.register_state_dict_post_hook(_drop_tied)
             self.register_load_state_dict_pre_hook(_restore_tied)
-            self.register_load_state_dict_post_hook(lambda module, _: module._tie())
+            self.register_load_state_dict_post_hook(lambda module, _: module.tie_head())
         if not self.embedding.weight.is_meta:
             self.reset_parameters()
 
@@ -240,10 +240,10 @@ class HybridLM(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._tie()
+        self.tie_head()
         return self
 
-    def _tie(self) -> None:
+    def tie_head(self) -> None:
         """Tie the head again: leaving the meta device, and loading by assignment, make new parameters."""
         if self.section.tie_embeddings:
             self.head.weight = cast(nn.Parameter, self.embedding.weight)

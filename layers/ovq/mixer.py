@@ -40,6 +40,7 @@ class OVQOptions:
     # What the projections ask of other kinds' options, and this kind leaves no choice in.
     num_kv_heads: ClassVar[None] = None
     rotary_dim: ClassVar[int] = 0
+    rotary_frequencies: ClassVar[None] = None
     qk_norm: ClassVar[str] = "none"
     qkv_bias: ClassVar[bool] = False
 
