@@ -17,6 +17,20 @@ class DataError(UserError):
     """Sources, tokenizers or prepared data that cannot be used, and what would be."""
 
 
+class ConvertError(UserError):
+    """A foreign model that is broken or not what it says; the message names the key or tensor."""
+
+
+class NotSupported(ConvertError):
+    """A foreign model that may be fine, but uses something this project does not have."""
+
+
+class CheckFailed(ConvertError):
+    """A conversion whose result is not what it should be; nothing was kept."""
+
+    exit_code = 1
+
+
 class LaunchError(UserError):
     """Nothing was started; the message names the file, line, option or host, and what is allowed."""
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid.errors import ConvertError
 from hybrid.recipe.schema import ModelSection
 
-from . import ConvertError
 from .common import LazyTensor, Model, complete, meta_model
 
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from hybrid import recipe as recipes
+from hybrid.errors import ConvertError
 from hybrid.model import HybridLM
 from hybrid.recipe.schema import ModelSection
-
-from . import ConvertError
 
 WRAPPERS = ("module.", "model.", "_orig_mod.", "_forward_module.")
 """What wrappers of a model put before the names of all its parameters."""

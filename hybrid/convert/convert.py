@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from hybrid.checkpoint.run import CONVERSION, TOKENIZER
+from hybrid.errors import CheckFailed, ConvertError
 from hybrid.files import PARTIAL, sync, write_json
 
-from . import CheckFailed, ConvertError
 from .adapt import adapt
 from .common import Format, Model, Options, Tensors, short_list
 from .formats import FORMATS, recognise

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from hybrid.checkpoint.folder import LATEST
+from hybrid.errors import ConvertError, NotSupported
 
-from . import ConvertError, NotSupported, model_folder, paper_folder
+from . import model_folder, paper_folder
 from .common import Format, LazyTensor, Model, Options, Tensors, same_bits, short_list, unwrapped
 from .tensor_io import load_torch
 

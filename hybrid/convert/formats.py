@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import ConvertError, deepspeed, model_folder, paper_folder
+from hybrid.errors import ConvertError
+
+from . import deepspeed, model_folder, paper_folder
 from .common import Format
 from .hf import folder as hf_folder
 

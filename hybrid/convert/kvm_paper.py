@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from hybrid.convert import ConvertError, NotSupported
+from hybrid.errors import ConvertError, NotSupported
 from hybrid.recipe.letters import layer_specs
 from hybrid.recipe.pattern import DEFAULT_LETTERS, compress
 from hybrid.recipe.schema import ModelSection

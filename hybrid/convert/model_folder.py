@@ -27,10 +27,10 @@ from hybrid.checkpoint.run import (
     recorded_recipe,
 )
 from hybrid.checkpoint.tensor_files import weight_files
+from hybrid.errors import ConvertError
 from hybrid.files import write_text
 from hybrid.recipe.schema import Recipe
 
-from . import ConvertError
 from .common import Format, Model, Options, Tensors, fit
 from .tensor_io import is_weights, read_safetensors, read_state_dict
 

@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 
 from hybrid import recipe as recipes
+from hybrid.errors import ConvertError, NotSupported
 from hybrid.files import write_json
 from hybrid.model.block import ffn_width
 from hybrid.recipe.pattern import DEFAULT_LETTERS
 from hybrid.recipe.schema import ModelSection
 
-from . import ConvertError, NotSupported
 from .common import Format, Model, Options, Tensors, complete, fit, meta_model, short_list
 from .kvm_paper import BUDGETS, LETTERS, Config, from_upstream, model_section, our_name, to_upstream, unread
 from .tensor_io import is_weights, read_state_dict

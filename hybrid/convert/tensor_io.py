@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybrid.errors import ConvertError
 from hybrid.files import sync, write_json
 
-from . import ConvertError
 from .common import LazyTensor, Tensors, unwrapped
 
 SAFETENSORS = ".safetensors"

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from hybrid.convert import NotSupported
-from hybrid.errors import UserError
+from hybrid.errors import NotSupported, UserError
 from hybrid.text import columns
 
 from .compare import GROUPS, CaseResult, Setting, group_of, limits

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybrid.convert import NotSupported
+from hybrid.errors import NotSupported
 from hybrid.layers import Context, Mixer, MixerState, Site, mixer_class
 from hybrid.layers.linear.delta_rule import gated_delta_rule
 from hybrid.layers.linear.rwkv7_op import rwkv7_recurrence

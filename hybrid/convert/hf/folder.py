@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from hybrid.checkpoint.run import HF_PREFIX, TOKENIZER
-from hybrid.convert import ConvertError, NotSupported
 from hybrid.convert.common import Format, Model, Options, Tensors, fit
 from hybrid.convert.tensor_io import read_state_dict
 from hybrid.data.tokenizer import Tokenizer
-from hybrid.errors import DataError
+from hybrid.errors import ConvertError, DataError, NotSupported
 from hybrid.files import write_json
 from hybrid.recipe.config_json import CONFIG, MODEL_TYPE, config_of, read_config, section_of
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hybrid.convert import NotSupported
 from hybrid.convert.common import Model, Tensors, complete, fit
+from hybrid.errors import NotSupported
 from hybrid.recipe.schema import ModelSection
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")

@@ -11,8 +11,8 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, decoders, models, processors
 from tokenizers import Tokenizer as Fast
 
-from hybrid.convert import NotSupported
 from hybrid.data.tokenizer import PROBES, SPACE_MARK, Tokenizer
+from hybrid.errors import NotSupported
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
 """Types of pieces in a sentencepiece model."""

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybrid.convert import ConvertError, NotSupported
 from hybrid.convert.kvm_paper import (
     OVQ_OFF_ONLY,
     from_upstream,
@@ -16,6 +15,7 @@ from hybrid.convert.kvm_paper import (
     our_name,
     to_upstream,
 )
+from hybrid.errors import ConvertError, NotSupported
 from hybrid.model import HybridLM
 from hybrid.recipe.letters import layer_specs
 from hybrid.recipe.pattern import expand

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from hybrid.checkpoint.tensor_files import Reader
 from hybrid.cli.main import main
-from hybrid.convert import NotSupported
 from hybrid.convert.check import logits
 from hybrid.convert.common import Options, complete, same_bits
 from hybrid.convert.model_folder import FORMAT
 from hybrid.convert.paper_folder import upstream_config
+from hybrid.errors import NotSupported
 from hybrid.recipe.letters import layer_specs
 from hybrid.verify.vectors import below, read_cases
 from tests.hybrid.mini import section
