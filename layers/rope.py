@@ -64,9 +64,10 @@ def rotary(
     if given is None:
         turns = frequencies(rotary_dim, base, style, positions.device)
     else:
-        turns = torch.tensor(given, dtype=torch.float32, device=positions.device)
+        turns = on_device(torch.tensor(given, dtype=torch.float32), positions.device)
     angles = positions.float()[:, None] * turns
-    return Rotary(angles.cos() * scale, angles.sin() * scale, style)
+    cos, sin = angles.cos(), angles.sin()
+    return Rotary(cos, sin, style) if scale == 1 else Rotary(cos * scale, sin * scale, style)
 
 
 def rotate(x: Tensor, table: Rotary) -> Tensor:
