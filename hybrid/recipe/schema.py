@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
-
 from hybrid.paths import LocalPath, SourcePath
 
+MISSING: Any = "???"
+"""Stands for a value that has to be given, in OmegaConf's spelling."""
 _NO_FP16 = "fp16 cannot be trained on CPUs and needs loss scaling; bf16 takes the same memory"
 
 

@@ -32,6 +32,8 @@ class HybridConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if not self.is_remote_code():
+            kwargs.pop("auto_map", None)  # where the folder's own code is: this is the installed one
         super().__post_init__(**kwargs)
         if self.model is not None:
             section_of(vars(self))
