@@ -230,7 +230,7 @@ class ByteLevelTokenizer(Tokenizer):
         self._fast.no_truncation()
         self._fast.no_padding()
         self.special = {name: content[name] for name in SPECIAL if content[name] is not None}
-        ids = {name: self._fast.token_to_id(token) for name, token in self.special.items()}
+        ids: Any = {name: self._fast.token_to_id(token) for name, token in self.special.items()}
         if unknown := [token for name, token in self.special.items() if ids[name] is None]:
             raise DataError(f"{origin} has no id for {unknown[0]!r}, which its configuration names")
         if not ids.keys() & {"bos_token", "eos_token"}:
