@@ -88,7 +88,8 @@ class Tokenizer:
         """
         path = Path(path)
         if path.is_dir():
-            path /= "tokenizer.model" if (path / "tokenizer.model").exists() else "tokenizer.json"
+            places = [path / name for name in ("tokenizer.model", "tokenizer.json")]
+            path = next((place for place in places if place.exists()), places[0])
         try:
             model = path.read_bytes()
             if model.startswith(b"{"):

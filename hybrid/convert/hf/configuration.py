@@ -7,7 +7,7 @@ a layer) and `layers` (what each letter means).
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from hybrid.recipe.config_json import MODEL_TYPE, config_of, section_of
 from hybrid.recipe.schema import ModelSection
@@ -50,4 +50,6 @@ class HybridConfig(PreTrainedConfig):
 
 def register() -> None:
     """Let `AutoConfig` read our folders."""
+    from transformers import AutoConfig  # its import calls this function
+
     AutoConfig.register(MODEL_TYPE, HybridConfig, exist_ok=True)

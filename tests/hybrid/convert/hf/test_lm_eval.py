@@ -18,7 +18,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kv
 
 ROWS = [
     {"start": "def read(self", "endings": ["):", " banana"], "right": 0},
-    {"start": "import ", "endings": ["os", "self.assertEqual(1)"], "right": 0},
+    {"start": "import", "endings": [" os", " self.assertEqual(1)"], "right": 0},
     {"start": "class", "endings": [" Foo(object):\n    pass", " 1"], "right": 1},
 ]
 CHOICE = {"task": "choice", "output_type": "multiple_choice", "doc_to_choice": "{{endings}}",
