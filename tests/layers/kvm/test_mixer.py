@@ -39,6 +39,8 @@ def test_outputs_and_gradients_match_the_stepwise_twin(length):
     [
         NO_GATES | {"temperatures": False},
         NO_GATES | {"gate_initial": True},
+        {"state_bias": True},
+        {"state_bias": True, "temperatures": False, "window_chunks": 1, "num_kv_heads": 1},
         {"budget": "fixed", "budget_minimum": 1, "sinks": 0},
         {"budget": "fixed", "budget_minimum": 8, "values": "reference_counts"},
         {"budget": "saturation", "budget_saturation": 40, "budget_round": 4, "budget_minimum": 1},
