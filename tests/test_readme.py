@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import torch
@@ -75,3 +76,32 @@ def test_the_bare_operator_is_called_like_this():
     exec(code, names)
     assert names["y"].shape == (1, 600, 2, 128)
     assert names["state"].position == 600
+
+
+def test_checkpoints_are_converted_like_this(tmp_path, monkeypatch, capsys):
+    """By the three commands as they stand, with small models in place of those they name."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hybrid.cli.main import main
+    from hybrid.convert.common import Options
+    from hybrid.convert.model_folder import FORMAT
+
+    from .hybrid.convert.hf.test_standalone import model_folder
+    from .hybrid.convert.test_paper_folder import MODELS, written
+
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    model_folder(Path("made"), "RK")
+    assert main(["convert", "made", "runs/quickstart", "--no-check"]) == 0
+    written(MODELS[0], Path("kvm_paper"))
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 30}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained("smollm2")
+    (block,) = re.findall(r"```\n(hybrid convert.*?)```", README, re.S)
+    commands = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
+    assert len(commands) == 3
+    for command in commands:
+        assert main([*command, "--no-check"]) == 0, capsys.readouterr().err
+    assert list(Path("hf_model").glob("modeling_*.py"))
+    for made in ("from_paper", "from_smollm2"):
+        assert FORMAT.read(Path(made), Options()).section.expanded

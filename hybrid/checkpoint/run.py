@@ -139,7 +139,7 @@ def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]
         )
     if (run / RECIPE).exists():
         _say_differences(run / RECIPE, recipe)
-    tokenizer = Tokenizer.load(run / TOKENIZER)
+    tokenizer = Tokenizer.load(run)
     check_tokenizer(weights, tokenizer.fingerprint, run / TOKENIZER)
     model = HybridLM.from_recipe(recipe)
     try:

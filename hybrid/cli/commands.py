@@ -241,6 +241,8 @@ def _declare_convert(parser: Parser) -> None:
     parser.add_argument("--from", choices=CONVERT_FROM, dest="source_format", metavar="FORMAT", help=known)
     option(parser, "--recipe", "RECIPE", "what the source was trained with, where it does not say")
     option(parser, "--shard-size", "SIZE", "bytes of a file at most", size, "4GB")
+    alone = "with --to hf: put the model's code there too, to load where hybrid is not installed"
+    parser.add_argument("--standalone", action="store_true", help=alone)
     unchecked = "do not compare tensors and logits of source and result"
     parser.add_argument("--no-check", action="store_true", help=unchecked)
 
@@ -264,6 +266,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             overrides,
             arguments.shard_size,
             not arguments.no_check,
+            arguments.standalone,
             say,
         )
     print(describe(report, dest))

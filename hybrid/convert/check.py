@@ -17,6 +17,7 @@ from torch import Tensor
 from .adapt import adapt
 from .common import Model, Options, meta_model, same_bits
 from .formats import FORMATS
+from .hf import standalone
 
 TOKENS = 768
 """Length of the row, beyond the usual windows of KVM layers, so that their states are read."""
@@ -37,7 +38,8 @@ def compare(request: dict[str, Any]) -> dict[str, Any]:
         ids = torch.randint(given.section.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             before = source.logits(Path(request["source"]), ids) if source.logits else logits(given, ids)
-            after = result.logits(Path(request["dest"]), ids) if result.logits else logits(found, ids)
+            compute = standalone.logits if request["standalone"] else result.logits
+            after = compute(Path(request["dest"]), ids) if compute else logits(found, ids)
         difference = (before - after).abs().max().item()
         limit = LIMIT if source.logits or result.logits else 0.0
         if not difference <= (limit if same_model else float("inf")):

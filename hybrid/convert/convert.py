@@ -24,6 +24,7 @@ from hybrid.files import PARTIAL, sync, write_json
 from .adapt import adapt
 from .common import Format, Model, Options, Tensors, short_list
 from .formats import FORMATS, recognise
+from .hf.standalone import add_code
 from .tensor_io import write_shards
 
 
@@ -36,6 +37,7 @@ def convert(
     overrides: Sequence[str] = (),
     shard_bytes: int = 4 * 10**9,
     check: bool = True,
+    standalone: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Convert the model at `source` to a new folder `dest`; returns the report that `conversion.json` holds.
@@ -45,24 +47,30 @@ def convert(
         source_format: name in FORMATS; None: recognised by the source's content.
         overrides: `model.key=value` texts that change the model's settings on the way.
         check: compare what was written with the source in a fresh process.
+        standalone: put our code into a Hugging Face folder, which then loads where we are not installed.
 
     Raises ConvertError, or CheckFailed where the comparison fails; then there is no `dest`.
     """
     source_format = source_format or recognise(source)
     if os.path.lexists(dest):
         raise ConvertError(f"{dest} exists already: give a new folder, or remove it")
+    if standalone and to != "hf":
+        raise ConvertError(f"--standalone is for folders of Hugging Face (--to hf), not for --to {to}")
     given = FORMATS[source_format].read(source, options)
     model = adapt(given, overrides)
     partial = dest.with_name(f".{dest.name}.{secrets.token_hex(4)}{PARTIAL}")
     partial.mkdir(parents=True)
     try:
         zeros, not_finite = _write(FORMATS[to], model, partial, shard_bytes, progress)
+        if standalone:
+            add_code(partial, model.section)
         report = _report(source, source_format, to, model, zeros, not_finite)
         if check:
             progress("checking what was written")
             request = {
                 "source": str(given.place or source), "from": source_format, "dest": str(partial), "to": to,
                 "options": dataclasses.asdict(options), "overrides": list(overrides),
+                "standalone": standalone,
             }  # fmt: skip
             report["check"] = _check(request)
         write_json(partial / CONVERSION, report)

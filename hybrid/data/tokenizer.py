@@ -1,16 +1,18 @@
-"""A lossless sentencepiece tokenizer: every text comes back byte for byte.
+"""Lossless tokenizers, sentencepiece's and byte-level ones: every text comes back byte for byte.
 
-Text is encoded line by line, with the newline's id between lines: for BPE this gives the ids of the whole
-text in about half the time. U+2581, which sentencepiece uses for a space, is encoded as its three bytes.
-Text that looks like a control symbol (`<s>`) stays text. Lone surrogates are no text and are refused.
+With sentencepiece, text is encoded line by line, with the newline's id between lines: for BPE this gives the
+ids of the whole text in about half the time. U+2581, which it uses for a space, becomes three byte ids. Text
+that looks like a control symbol (`<s>`) stays text. Lone surrogates are no text and are refused.
 """
 
 from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 
@@ -18,6 +20,9 @@ from hybrid.errors import DataError
 from hybrid.files import replacing
 
 SPACE_MARK = "\u2581"
+
+SPECIAL = ("bos_token", "eos_token", "pad_token")
+"""Special tokens of a byte-level tokenizer, as transformers names them."""
 
 # What a tokenizer must bring back unchanged before it is used.
 PROBES = (
@@ -49,6 +54,11 @@ class Tokenizer:
     (the end id where there is none; never used here), `fingerprint` (the model file's SHA-256).
     """
 
+    _LOSSLESS = (
+        "it must be trained with normalization_rule_name=identity, remove_extra_whitespaces=False, "
+        "add_dummy_prefix=False and byte_fallback=True"
+    )
+
     def __init__(self, model: bytes, origin: str = "the tokenizer") -> None:
         self.model = model
         self.origin = origin
@@ -69,14 +79,29 @@ class Tokenizer:
         self._newline = self._newline_id()
         self._check_lossless()
 
-    @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
-        """Read a model file. Raises DataError when it is missing, no sentencepiece model, or not lossless."""
+    @staticmethod
+    def load(path: str | Path) -> Tokenizer:
+        """Read a tokenizer: a file that `save` wrote, a sentencepiece model, a `tokenizer.json` of Hugging
+        Face with the `tokenizer_config.json` beside it, or a folder with one of them.
+
+        Raises DataError when there is none, or it is not lossless.
+        """
+        path = Path(path)
+        if path.is_dir():
+            places = [path / name for name in ("tokenizer.model", "tokenizer.json")]
+            path = next((place for place in places if place.exists()), places[0])
         try:
-            model = Path(path).read_bytes()
+            model = path.read_bytes()
+            if model.startswith(b"{"):
+                model = byte_level_model(model, path.parent)
+            return Tokenizer.of(model, f"tokenizer {path}")
         except OSError as error:
-            raise DataError(f"tokenizer {path}: {error.strerror}") from None
-        return cls(model, f"tokenizer {path}")
+            raise DataError(f"tokenizer {error.filename}: {error.strerror}") from None
+
+    @staticmethod
+    def of(model: bytes, origin: str) -> Tokenizer:
+        """Make the tokenizer whose `model` this is."""
+        return (ByteLevelTokenizer if model.startswith(b"{") else Tokenizer)(model, origin)
 
     def save(self, path: str | Path) -> None:
         """Write the model file, whole or not at all."""
@@ -168,15 +193,96 @@ class Tokenizer:
         ids = self._processor.encode("\n")
         return ids[0] if len(ids) == 1 else None
 
-    def _check_lossless(self) -> None:
-        for probe in PROBES:
+    def _check_lossless(self, probes: Sequence[str] = PROBES) -> None:
+        for probe in probes:
             back = self.decode(self.encode(probe))
             if back != probe:
                 raise DataError(
-                    f"{self.origin} is not lossless: {probe!r} comes back as {back!r}; it must be trained "
-                    "with normalization_rule_name=identity, remove_extra_whitespaces=False, "
-                    "add_dummy_prefix=False and byte_fallback=True"
+                    f"{self.origin} is not lossless: {probe!r} comes back as {back!r}; {self._LOSSLESS}"
                 )
+
+
+class ByteLevelTokenizer(Tokenizer):
+    """A byte-level tokenizer of Hugging Face (GPT-2's kind, as of Llama 3, Qwen and SmolLM), losslessly.
+
+    `model` is what `byte_level_model` makes. Text that looks like a special token stays text; a normalizer to
+    NFC, which would change text, is left out. Needs the package `tokenizers`, of the extra `hf`.
+    """
+
+    _LOSSLESS = "no normalizer (but NFC) and no prefix space may change text"
+
+    def __init__(self, model: bytes, origin: str = "the tokenizer") -> None:
+        try:
+            from tokenizers import Tokenizer as Fast
+        except ImportError:
+            raise DataError(f"{origin} needs the package tokenizers: pip install 'kvm-hybrid[hf]'") from None
+        self.model, self.origin = model, origin
+        self.fingerprint = hashlib.sha256(model).hexdigest()
+        content: Any = json.loads(model)
+        if "ByteLevel" not in json.dumps(content["tokenizer"].get("decoder")):
+            raise DataError(f"{origin} is no byte-level tokenizer: others lose text")
+        if (content["tokenizer"].get("normalizer") or {}).get("type") == "NFC":
+            content["tokenizer"]["normalizer"] = None
+        try:
+            self._fast = Fast.from_str(json.dumps(content["tokenizer"]))
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise DataError(f"{origin} cannot be read: {error}") from None
+        self._fast.encode_special_tokens = True
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self.special = {name: content[name] for name in SPECIAL if content[name] is not None}
+        ids: Any = {name: self._fast.token_to_id(token) for name, token in self.special.items()}
+        if unknown := [token for name, token in self.special.items() if ids[name] is None]:
+            raise DataError(f"{origin} has no id for {unknown[0]!r}, which its configuration names")
+        if not ids.keys() & {"bos_token", "eos_token"}:
+            raise DataError(f"{origin} has neither a begin nor an end id; documents need one of them")
+        self.eos_id = ids.get("eos_token", ids.get("bos_token"))
+        self.bos_id = ids.get("bos_token", self.eos_id)
+        self.pad_id = ids.get("pad_token", self.eos_id)
+        vocabulary = self._fast.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self._bytes = [b""] * self.vocab_size
+        byte_of = _byte_level_alphabet()
+        for token, index in vocabulary.items():
+            self._bytes[index] = bytes(byte_of[c] for c in token if c in byte_of)
+        for index, added in self._fast.get_added_tokens_decoder().items():
+            self._bytes[index] = b"" if added.special else added.content.encode()
+            self._check_lossless((f"a {added.content} b",))
+        self._check_lossless()
+
+    def encode(self, text: str) -> list[int]:
+        refuse_surrogates(text)
+        return self._fast.encode(text, add_special_tokens=False).ids
+
+    def files(self) -> dict[str, bytes]:
+        """Write the files that transformers reads."""
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left", **self.special}
+        parts = {"tokenizer.json": json.loads(self.model)["tokenizer"], "tokenizer_config.json": config}
+        return {name: json.dumps(part, indent=2, ensure_ascii=False).encode() for name, part in parts.items()}
+
+
+def byte_level_model(content: bytes, folder: Path) -> bytes:
+    """Join a `tokenizer.json` with the special tokens that the configuration in its folder names, as one
+    file; such a file comes back unchanged. Raises DataError for what is neither."""
+    try:
+        found = json.loads(content)
+        if found.keys() == {"tokenizer", *SPECIAL}:
+            return content
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
+        special = {name: config.get(name) for name in SPECIAL}
+        special = {name: x["content"] if isinstance(x, dict) else x for name, x in special.items()}
+        return json.dumps({"tokenizer": found, **special}, sort_keys=True).encode()
+    except (ValueError, AttributeError, KeyError, RecursionError) as error:
+        raise DataError(f"{folder}/tokenizer.json, or its configuration, is damaged ({error})") from None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Map the characters of byte-level tokenizers to bytes: printable ones are themselves, the others count
+    from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
 class StreamDecoder:

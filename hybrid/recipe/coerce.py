@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from omegaconf import MISSING
+from .schema import MISSING
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _NUMBER = re.compile(r"[+-]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")

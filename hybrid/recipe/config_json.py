@@ -10,8 +10,8 @@ from typing import Any
 
 from hybrid.errors import UserError
 
-from .load import from_saved
 from .schema import ModelSection
+from .typed import from_saved
 
 CONFIG = "config.json"
 MODEL_TYPE = "kvm_hybrid"

@@ -13,7 +13,7 @@ from hybrid.layers.errors import LayerError, did_you_mean
 
 from .coerce import coerce, shown
 from .pattern import DEFAULT_LETTERS, PatternError, compress, expand
-from .reader import Problem, RecipeError, Tree
+from .problems import Problem, RecipeError, Tree
 from .schema import ModelSection
 
 _LONG = 2**20

@@ -10,22 +10,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import typing
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
-from omegaconf import MISSING, DictConfig, OmegaConf, errors
+from omegaconf import DictConfig, OmegaConf, errors
 
 from hybrid.files import write_text
-from hybrid.layers.errors import did_you_mean
 
-from .coerce import coerce, looks_typed, shown
+from .coerce import looks_typed
 from .letters import LayerTable
-from .reader import COMMAND_LINE, Problem, RecipeError, RecipeText, Tree, join
-from .rules import examine
-from .schema import OTHER_NAMES, RENAMED, Recipe, renamed, types_of
+from .problems import Problem, RecipeError, Tree, join
+from .reader import COMMAND_LINE, RecipeText
+from .schema import MISSING, Recipe, renamed
+from .typed import examined, overlay
 
 _MALFORMED = re.compile(r"(?<!\\)(?:\\\\)*(\$\{(?![A-Za-z_][\w-]*(?:\.[\w-]+)*\})[^}]{0,40}\}?)")
 """A "${" that is not escaped and does not begin a reference such as ${model.hidden_size}."""
@@ -55,55 +54,19 @@ def load(
         RecipeError: with everything that is wrong, each with the key and where it was written.
     """
     text = RecipeText(path, overrides)
-    merged = cast(Tree, OmegaConf.to_container(OmegaConf.structured(Recipe)))
+    merged = dataclasses.asdict(Recipe())
     for table in map(renamed, text.tables) if saved else text.tables:
         # an empty section changes nothing
-        _overlay(merged, {name: v for name, v in table.items() if v is not None or name not in merged})
+        overlay(merged, {name: v for name, v in table.items() if v is not None or name not in merged})
     problems: list[Problem] = []
     _drop_malformed(merged, "", problems)
     resolved = _resolve(merged, OmegaConf.create(merged), "", problems)
-    recipe, layers = _examined(resolved, problems, world_size, model_only)
+    recipe, layers = examined(resolved, problems, world_size, model_only)
     if layers is not None:
         problems += _idle_defaults(text, layers)
     if text.problems or problems:
         raise RecipeError([*text.problems, *map(text.locate, problems)], str(path))
     return recipe
-
-
-def from_saved(saved: dict[str, Any], name: str, *, model_only: bool = False) -> Recipe:
-    """Check the resolved recipe that a run saved as plain tables, whose keys may have been renamed since.
-
-    `name` is where it was found, for RecipeError; `model_only` as for `load`.
-    """
-    merged = cast(Tree, OmegaConf.to_container(OmegaConf.structured(Recipe)))
-    _overlay(merged, renamed(saved))
-    problems: list[Problem] = []
-    recipe, _ = _examined(merged, problems, None, model_only)
-    if problems:
-        raise RecipeError(problems, name)
-    return recipe
-
-
-def _examined(
-    resolved: Tree, problems: list[Problem], world_size: int | None, model_only: bool
-) -> tuple[Recipe, LayerTable | None]:
-    """Convert tables to a recipe and check it, its layers filled in; None for layers with problems."""
-    recipe: Recipe = _typed(Recipe, resolved, "", problems)
-    found, layers = examine(recipe, world_size, {problem.key for problem in problems})
-    found = [*problems, *found]
-    problems[:] = [one for one in found if not model_only or one.key.partition(".")[0] == "model"]
-    if layers is None or layers.problems:
-        return recipe, None
-    layers.fill()
-    return recipe, layers
-
-
-def _overlay(tree: Tree, above: Tree) -> None:
-    for name, value in above.items():
-        if isinstance(value, dict) and isinstance(tree.get(name), dict):
-            _overlay(tree[name], value)
-        else:
-            tree[name] = value
 
 
 def _drop_malformed(tree: Tree, key: str, problems: list[Problem]) -> None:
@@ -150,44 +113,6 @@ def _resolve(tree: Tree, config: DictConfig, key: str, problems: list[Problem]) 
         except (errors.InterpolationResolutionError, RecursionError):
             problems.append(Problem(inner, f"{value!r} refers to itself in a circle"))
     return found
-
-
-def _typed(kind: Any, value: Any, key: str, problems: list[Problem]) -> Any:
-    """Convert a value to `kind`: a section's class, a table of sections, or what `coerce` knows.
-
-    ValueError says what is wrong with the value itself; what is wrong within it goes to `problems`.
-    """
-    is_section = dataclasses.is_dataclass(kind)
-    if not is_section and typing.get_origin(kind) is not dict:
-        return coerce(value, kind)
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a table of keys, found {shown(value)}")
-    kinds = dict.fromkeys(value, typing.get_args(kind)[1]) if not is_section else types_of(kind)
-    found: Tree = {}
-    for name, written in value.items():
-        inner = join(key, name)
-        try:
-            if inner in RENAMED:
-                raise ValueError(f"was renamed {RENAMED[inner]}")
-            if name not in kinds:
-                raise ValueError(f"unknown key{_nearest_key(name, kinds, key)}")
-            if written is not None or not dataclasses.is_dataclass(kinds[name]):
-                found[name] = _typed(kinds[name], written, inner, problems)
-        except ValueError as error:
-            problems.append(Problem(inner, str(error)))
-    return kind(**found) if is_section else found
-
-
-def _nearest_key(name: str, siblings: Collection[str], section: str) -> str:
-    """Suggest a key of the same section, else of another one or by what other programs call it."""
-    here = {sibling: join(section, sibling) for sibling in siblings}
-    sections = dataclasses.asdict(Recipe())
-    elsewhere = {key: f"{section}.{key}" for section, keys in sections.items() for key in keys} | OTHER_NAMES
-    return (
-        did_you_mean(name, here, shown=here)
-        or did_you_mean(name, elsewhere, cutoff=0.75, shown=elsewhere)
-        or f"; known here: {', '.join(sorted(here))}"
-    )
 
 
 def _idle_defaults(text: RecipeText, table: LayerTable) -> Iterator[Problem]:

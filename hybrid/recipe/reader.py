@@ -9,21 +9,21 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import resources
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from hybrid.errors import UserError
 from hybrid.layers.errors import did_you_mean
 from hybrid.paths import local_path
 from hybrid.text import decode
 
-Tree = dict[str, Any]
+from .problems import Problem, RecipeError, Tree, join
+
 Lines = dict[str, list[int]]
 """Key, as "section.key" -> every line where it is written."""
 
@@ -32,32 +32,6 @@ SUFFIXES = (".yaml", ".yml", ".json")
 _SHIPPED = Path(str(resources.files("hybrid.recipes")))
 _NULL = {"", "~", "null", "Null", "NULL"}
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
-
-
-class Problem(NamedTuple):
-    """What is wrong with one key."""
-
-    key: str
-    words: str
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.words}"
-
-
-class RecipeError(UserError):
-    """Everything that is wrong with a recipe; `problems` has one text each."""
-
-    def __init__(self, problems: Iterable[Problem | str], name: str | None = None) -> None:
-        self.problems = list(dict.fromkeys(map(str, problems)))
-        what = f"recipe {name}" if name else "the recipe"
-        count = "a problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        lines = [problem.replace("\n", "\n    ") for problem in self.problems]
-        super().__init__(f"{what} has {count}:" + "".join(f"\n  - {line}" for line in lines))
-
-
-def join(key: str, name: str) -> str:
-    """Name a key inside the table `key`, or at the top where that is empty."""
-    return f"{key}.{name}" if key else name
 
 
 class RecipeText:

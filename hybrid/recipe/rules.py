@@ -10,14 +10,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import MISSING
-
 from hybrid.paths import LONGEST_NAME, LocalPath, local_path
 
 from .coerce import describe
 from .letters import LayerTable
-from .reader import Problem, RecipeError, join
-from .schema import Bounds, Recipe, types_of
+from .problems import Problem, RecipeError, join
+from .schema import MISSING, Bounds, Recipe, types_of
 
 
 class Geometry(NamedTuple):

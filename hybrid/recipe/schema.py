@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
-
 from hybrid.paths import LocalPath, SourcePath
 
+MISSING: Any = "???"
+"""Stands for a value that has to be given, in OmegaConf's spelling."""
 _NO_FP16 = "fp16 cannot be trained on CPUs and needs loss scaling; bf16 takes the same memory"
 
 
@@ -111,7 +111,8 @@ class DataSection:
     sources: dict[str, SourceSection] = field(default_factory=dict)
     """Name -> source. A recipe with a base adds to and overrides these by name."""
     tokenizer: LocalPath | None = None
-    """A sentencepiece model to use; None: train one of `vocab_size` on the sources."""
+    """A tokenizer to use: a sentencepiece model, a byte-level tokenizer.json of Hugging Face, or a run or
+    model folder with one; None: train one of `vocab_size` on the sources."""
     vocab_size: int = key(4096, least=260, most=2**24)  # 256 bytes and four control tokens
     tokenizer_sample_bytes: int = key(50_000_000, least=1)
     context: int = key(1024, least=1, most=2**31)

@@ -7,7 +7,7 @@ a layer) and `layers` (what each letter means).
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from hybrid.recipe.config_json import MODEL_TYPE, config_of, section_of
 from hybrid.recipe.schema import ModelSection
@@ -32,6 +32,8 @@ class HybridConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if not self.is_remote_code():
+            kwargs.pop("auto_map", None)  # where the folder's own code is: this is the installed one
         super().__post_init__(**kwargs)
         if self.model is not None:
             section_of(vars(self))
@@ -48,4 +50,6 @@ class HybridConfig(PreTrainedConfig):
 
 def register() -> None:
     """Let `AutoConfig` read our folders."""
+    from transformers import AutoConfig  # its import calls this function
+
     AutoConfig.register(MODEL_TYPE, HybridConfig, exist_ok=True)

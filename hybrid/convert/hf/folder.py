@@ -20,7 +20,7 @@ from torch import Tensor
 from hybrid.checkpoint.run import HF_PREFIX, TOKENIZER
 from hybrid.convert.common import Format, Model, Options, Tensors, fit
 from hybrid.convert.tensor_io import read_state_dict
-from hybrid.data.tokenizer import Tokenizer
+from hybrid.data.tokenizer import ByteLevelTokenizer, Tokenizer
 from hybrid.errors import ConvertError, DataError, NotSupported
 from hybrid.files import write_json
 from hybrid.recipe.config_json import CONFIG, MODEL_TYPE, config_of, read_config, section_of
@@ -51,26 +51,29 @@ def read(path: Path, options: Options) -> Model:
         model = fit(tensors, section_of(config, path / CONFIG), path)
         model.source_names = {name: HF_PREFIX + name for name in model.tensors}
         model.tokenizer = _tokenizer_files(path)
-        if TOKENIZER in model.tokenizer:  # the others are made from it
-            model.tokenizer = {TOKENIZER: model.tokenizer[TOKENIZER]}
+        ours = model.tokenizer.get(TOKENIZER, b"")
+        if ours and not ours.startswith(b"{"):  # a sentencepiece model, which the others are made from
+            model.tokenizer = {TOKENIZER: ours}
     model.notes += notes
     return model
 
 
 def _pretrained(path: Path, tensors: Tensors) -> Model:
-    """Read a pretrained transformer; a tokenizer.model that loses text stays out, which the notes say."""
+    """Read a pretrained transformer; its tokenizer becomes our tokenizer.model, or the notes say why not."""
     from .pretrained import read_pretrained, special_ids
 
     model = read_pretrained(path, tensors)
     model.tokenizer = _tokenizer_files(path)
     if "generation_config.json" not in model.tokenizer and (special := special_ids(path)):
         model.tokenizer["generation_config.json"] = special
-    if TOKENIZER in model.tokenizer:
+    model.tokenizer.pop(TOKENIZER, None)
+    for name in (TOKENIZER, "tokenizer.json"):
+        if TOKENIZER in model.tokenizer or not (path / name).is_file():
+            continue
         try:
-            Tokenizer(model.tokenizer[TOKENIZER], TOKENIZER)
+            model.tokenizer[TOKENIZER] = Tokenizer.load(path / name).model
         except DataError as error:
-            del model.tokenizer[TOKENIZER]
-            model.notes.append(f"left out, as hybrid generate could not use it: {error}")
+            model.notes.append(f"{name} cannot be used by hybrid generate and hybrid train: {error}")
     return model
 
 
@@ -87,14 +90,14 @@ def write(model: Model, folder: Path, write_shards: Callable[[Path, Tensors], No
     if TOKENIZER in files and "tokenizer.json" not in files:
         from .tokenizer import tokenizer_files
 
-        ours = Tokenizer(files[TOKENIZER], TOKENIZER)
+        ours = Tokenizer.of(files[TOKENIZER], TOKENIZER)
         special = {f"{name}_token_id": getattr(ours, f"{name}_id") for name in ("bos", "eos", "pad")}
         config |= special
         if beyond := list(range(ours.vocab_size, model.section.vocab_size or 0)):
             special["suppress_tokens"] = beyond  # rows of the embedding that stand for no id
         write_json(folder / "generation_config.json", special)
         try:
-            files |= tokenizer_files(ours)
+            files |= ours.files() if isinstance(ours, ByteLevelTokenizer) else tokenizer_files(ours)
         except NotSupported as error:
             model.notes.append(str(error))
     write_json(folder / CONFIG, config | config_of(model.section))

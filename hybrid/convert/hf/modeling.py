@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -206,4 +206,6 @@ def _padding(ids: Tensor, mask: Tensor | None, cache: HybridCache | None) -> lis
 
 def register() -> None:
     """Let `AutoModelForCausalLM` build our models."""
+    from transformers import AutoModelForCausalLM  # its import calls this function
+
     AutoModelForCausalLM.register(HybridConfig, HybridForCausalLM, exist_ok=True)

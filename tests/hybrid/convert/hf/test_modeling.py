@@ -37,9 +37,12 @@ def test_importing_hybrid_imports_neither_torch_nor_transformers_and_yet_registe
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip().endswith("HybridConfig"), done.stderr
-    late = "from transformers import AutoConfig, AutoModelForCausalLM; import hybrid;" + code.split(";")[-1]
-    done = subprocess.run([sys.executable, "-c", late], capture_output=True, text=True)
-    assert done.stdout.strip().endswith("HybridConfig"), done.stderr
+    auto = "from transformers import AutoConfig, AutoModelForCausalLM;"
+    ours = "from hybrid.convert.hf.modeling import HybridForCausalLM;"
+    for other in (f"{auto} import hybrid;", f"{ours} {auto}"):
+        other += code.split(";")[-1]
+        done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
+        assert done.stdout.strip().endswith("HybridConfig"), done.stderr
 
 
 @pytest.mark.parametrize("tied", [False, True])
