@@ -283,6 +283,11 @@ class HybridLM(nn.Module):
     def num_parameters(self) -> int:
         return _count(self)
 
+    @property
+    def num_trained(self) -> int:
+        """Count the parameters that are not frozen (see `freeze_all_but`)."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
     def parameter_parts(self) -> dict[str, int]:
         """Count all parameters: of embedding, mixers by kind, feed-forward, norms and head."""
         parts = {"embedding": self.embedding.weight.numel()}

@@ -176,6 +176,9 @@ class TrainSection:
     trained on."""
     init_from: LocalPath | None = None
     """A run directory or converted model whose weights (only) training starts from."""
+    only: list[str] | None = None
+    """Names of the parameters that are trained, as globs: "blocks.3.*", or by a layer's letter "K.mixer.*";
+    null: all. The others keep their values."""
     checkpoint_every: int = key(500, least=1)
     """Steps between checkpoints, which are written while training goes on."""
     keep_last: int = key(3, least=1)

@@ -48,7 +48,8 @@ class Engine:
         self._taken = 0
         built = optimizer.build(recipe.optimizer, model.named_parameters(), model.no_decay())
         shapes = _shapes(model)
-        config = settings(recipe, geometry, sum(p.numel() for p in model.parameters()), world)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        config = settings(recipe, geometry, trained, world)
         self.deepspeed, *_ = deepspeed.initialize(
             model=model, optimizer=built, config=config, dist_init_required=False
         )

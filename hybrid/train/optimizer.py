@@ -27,10 +27,11 @@ def role(name: str, parameter: nn.Parameter, no_decay: set[str]) -> str:
 
 
 def groups(named: Iterable[tuple[str, nn.Parameter]], no_decay: set[str]) -> list[dict[str, Any]]:
-    """Make optimizer groups `{"role": ..., "params": [...]}`, without the empty ones."""
+    """Make optimizer groups `{"role": ..., "params": [...]}`, without frozen parameters and empty groups."""
     members: dict[str, list[nn.Parameter]] = {name: [] for name in ROLES}
     for name, parameter in named:
-        members[role(name, parameter, no_decay)].append(parameter)
+        if parameter.requires_grad:
+            members[role(name, parameter, no_decay)].append(parameter)
     return [{"role": name, "params": params} for name, params in members.items() if params]
 
 

@@ -19,7 +19,7 @@ FIXED = {
     "model": None,
     "data": ("context", "boundaries", "order"),
     "optimizer": ("name", "mup_base_size"),
-    "train": ("batch_size", "tbptt_chunks", "seed", "precision", "z_loss"),
+    "train": ("batch_size", "tbptt_chunks", "seed", "precision", "z_loss", "only"),
 }
 """Keys that make it another run (None: the whole section)."""
 SHOWN = ("optimizer", "schedule", "parallel")
