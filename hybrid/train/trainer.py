@@ -44,6 +44,7 @@ from hybrid.model.freeze import freeze_all_but
 from hybrid.recipe.schema import Recipe
 
 from . import resume
+from .distill import Objectives
 from .engine import Engine
 from .hooks import CheckpointProgress, DamagedShards, LayerStatistics, SignsOfLife, StopSignals, stop
 from .loop import Run, evaluate, train_steps, wait_saved
@@ -182,6 +183,9 @@ def build(recipe: Recipe, world: World, signals: Signals, log: LogFile, stack: c
         freeze_all_but(model, train.only)
         if train.only is not None:
             metrics.say(f"training {model.num_trained:,} of {model.num_parameters:,} parameters (train.only)")
+        objectives = Objectives(
+            recipe, model, tokenizer.fingerprint, world.device, progress.step, metrics.say
+        )
     with world.heartbeat.no_timeout("building the engine"):
         with contextlib.redirect_stdout(io.StringIO()) as said:
             try:
@@ -208,7 +212,7 @@ def build(recipe: Recipe, world: World, signals: Signals, log: LogFile, stack: c
         recipe, world, engine, loader, geometry.accumulation, ranks, held_out, metrics,
         Throughput(recipe, flops, world), writer,
         [SignsOfLife(), CheckpointProgress(), LayerStatistics(), DamagedShards(shards, progress.step),
-         StopSignals(signals)], progress,
+         StopSignals(signals)], progress, objectives,
     )  # fmt: skip
 
 
