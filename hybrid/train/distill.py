@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid.checkpoint.run import load_model, newest_weights, recorded_recipe
+from hybrid.checkpoint.run import load_model, newest_weights, recorded_recipe, tokenizer_of
 from hybrid.data.batch import Batch
 from hybrid.distributed.context_parallel import Inputs
 from hybrid.errors import TrainError
@@ -148,4 +148,6 @@ def load_teacher(recipe: Recipe, student: HybridLM, tokenizer: str, say: Callabl
     teacher = load_model(source, found, own_dtype=True).eval().requires_grad_(False)
     kind = f"{teacher.num_parameters:,} parameters, {teacher.head.weight.dtype}"
     say(f"teacher from {source}: {found.model.pattern}, {kind}")
+    if tokenizer_of(source) is None:
+        say(f"its tokenizer is not known: {recipe.data.folder} must hold the ids of its own")
     return teacher

@@ -25,8 +25,8 @@ class StepResult:
     """What came of a step; equal on all ranks but for `batches`."""
 
     loss: float
-    """The objective per counted token over the whole step (nats, unless blocks are aligned); not a number when
-    none is counted."""
+    """The objective per counted token over the whole step (nats, unless blocks are aligned); not a number
+    when none is counted."""
     loss_largest: float
     """The largest of the ranks' own means."""
     parts: dict[str, float]

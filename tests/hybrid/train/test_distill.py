@@ -1,4 +1,4 @@
-"""`train.teacher` and `train.distill`: the losses by hand, stages under the real engine, and what is refused."""
+"""`train.teacher` and `train.distill`: losses by hand, stages under the real engine, what is refused."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ TEACHER = {"model__pattern": "FF", "train__steps": 30, "optimizer__lr": "2e-2", 
 STUDENT = {
     "model__pattern": "FK", "model__layers": "{K: {chunk: 4, budget: fixed, budget_minimum: 4}}",
     "train__only": "[K.*, embedding.weight, head.weight]", "train__steps": 18, "optimizer__lr": "1e-2",
-    "train__distill": "{align: {steps: 8, hidden: 1, context: 8}, logits: {steps: 8, kl: 1}, text: {ce: 1, kl: 0.5}}",
+    "train__distill":
+        "{align: {steps: 8, hidden: 1, context: 8}, logits: {steps: 8, kl: 1}, text: {ce: 1, kl: 0.5}}",
 }  # fmt: skip
 
 
