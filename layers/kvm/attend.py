@@ -49,6 +49,7 @@ class Inputs(NamedTuple):
     back: Tensor | None  # and of slots
     weight: Tensor  # [D], the norm of state keys
     bias: Tensor
+    state_bias: Tensor | None  # [H, 1], added to the logits of slots
 
     @property
     def norm(self) -> Norm:
@@ -77,9 +78,28 @@ def scaled(q: Tensor, temperature: Tensor | None) -> Tensor:
     return q if temperature is None else (q * temperature).to(q.dtype)
 
 
-def attend(plan: Plan, joint: Joint, q: Tensor, keys: Tensor, values: Tensor, parts: list[Part]) -> None:
-    """Step 4: take more keys into the softmax of a group's queries."""
-    joint.add(plan.kernel, [q], [keys], [values], parts, plan.scale)
+def attend(
+    plan: Plan,
+    joint: Joint,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    parts: list[Part],
+    bias: Tensor | None = None,
+) -> None:
+    """Step 4: take more keys into the softmax of a group's queries; `bias` `[H, 1]`: on their logits."""
+    joint.add(plan.kernel, [q], [keys], [values], parts, plan.scale, bias)
+
+
+def bias_slope(joint: Joint, window: tuple[Tensor, Tensor]) -> Tensor:
+    """Compute the derivative of outputs `[R, C, H, D]` by the bias of the state's logits.
+
+    `window`: output and log-sum-exp over the window alone. With a mass m on the state, of output s, it is
+    m (s - y) = (1 - m) (y - window's).
+    """
+    assert joint.out is not None
+    rest = torch.exp(window[1] - joint.lse).transpose(1, 2)[..., None]
+    return (joint.out - window[0]).mul_(rest)
 
 
 def attend_backward(
@@ -123,7 +143,9 @@ def state_backward(
 ) -> tuple[Tensor, Tensor]:
     """Add to the gradients of the group's queries `rows`; return those of the slots, in at least fp32."""
     q = b.x.q[b.group.queries][rows]
-    joint = b.joint[0][rows], b.joint[1][rows], b.joint[2][rows]
+    lse = b.joint[2][rows]
+    # Logits and bias less the log-sum-exp are logits less what is given here.
+    joint = b.joint[0][rows], b.joint[1][rows], lse if b.x.state_bias is None else lse - b.x.state_bias
     d_q, d_keys, d_values = attend_backward(b.plan, joint, scaled(q, b.x.back), keys, values, parts)
     _through_temperature(d_q, q, b.x.back, b.d.back)
     b.d_q[rows] += d_q

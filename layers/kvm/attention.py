@@ -69,6 +69,7 @@ def kvm_attention(
     norm_bias: Tensor,
     front_temperature: Tensor | None = None,
     state_temperature: Tensor | None = None,
+    state_bias: Tensor | None = None,
     state: KVMState | None = None,
     lengths: Sequence[int] = (),
     routes: Routes | None = None,
@@ -85,6 +86,7 @@ def kvm_attention(
         merge_gate: `[B, T, G]`, above 0; None: 1 everywhere.
         norm_weight, norm_bias: `[D]`, the LayerNorm of state keys.
         front_temperature, state_temperature: `[H]`, multiply the logits of window keys and of slots.
+        state_bias: `[H]`, added to the logits of slots (not in the paper).
         state: what an earlier call returned; it carries the position. Without gradients it is spent.
         lengths: documents packed in the row (B = 1); each starts at position 0, and no state comes out.
         routes: decisions to replay, for at least the tokens that this call absorbs.
@@ -105,14 +107,17 @@ def kvm_attention(
         ("norm_bias", norm_bias, q.shape[3]),
         ("front_temperature", front_temperature, q.shape[2]),
         ("state_temperature", state_temperature, q.shape[2]),
+        ("state_bias", state_bias, q.shape[2]),
     ):
         if given is not None and given.shape != (size,):
             raise LayerError(f"{name} is {tuple(given.shape)}, for q {tuple(q.shape)}: it must be ({size},)")
     q, k, v = same_dtype(q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
-    front, back = (None if t is None else t.to(wide)[:, None] for t in (front_temperature, state_temperature))
+    front, back, own_bias = (
+        None if t is None else t.to(wide)[:, None] for t in (front_temperature, state_temperature, state_bias)
+    )
     norm = Norm(norm_weight.to(wide), norm_bias.to(wide))
-    call = _Call(spec, norm, front, back, routes, want_routes, want_margins, statistics)
+    call = _Call(spec, norm, front, back, own_bias, routes, want_routes, want_margins, statistics)
     tokens = _tokens(k, v, merge_gate, spec)
     with torch.autocast(q.device.type, enabled=False):
         if lengths:
@@ -189,6 +194,7 @@ class _Call:
     norm: Norm
     front: Tensor | None = None
     back: Tensor | None = None
+    bias: Tensor | None = None
     replay: Routes | None = None
     routes: bool = True
     margins: bool = False
@@ -227,13 +233,13 @@ def _walked(
         call.spec, 1 / math.sqrt(q.shape[-1]), choose(q), walks, plan, replay, call.margins,
         call.statistics is not None,
     )  # fmt: skip
-    inputs = Inputs(q, *tokens, call.front, call.back, *call.norm)
+    inputs = Inputs(q, *tokens, call.front, call.back, *call.norm, call.bias)
     room = plan[-1].slots if plan[-1].steps is None else None
     slots = before.slots_for(room, call.norm, call.spec, tokens.k.dtype)
     if not torch.is_grad_enabled():
         return walk(whole, inputs, slots), slots.used(), slots
     y, slot, founds, margin, window, lse, *sums = Walk.apply(whole, slots, *inputs, *before.sums())
-    return Walked(y, Choice(slot, founds, margin), window, lse), Sums(*sums), slots
+    return Walked(y, Choice(slot, founds, margin), window, lse, None), Sums(*sums), slots
 
 
 def _sequences(

@@ -57,6 +57,8 @@ class KVMOptions(ProjectionOptions):
     """The merge gate also weights the first chunk's tokens."""
     temperatures: bool = True
     """A learned factor per query head on the logits of the window and on those of the state."""
+    state_bias: bool = False
+    """A learned number per query head added to the logits of the state (not in the paper)."""
     values: str = "radius"
     """How a slot's value is read: radius (direction of the sum, length of its first value), counts (mean of
     its tokens), or reference_counts (the public code's counter, to which every update adds 1)."""
@@ -65,9 +67,9 @@ class KVMOptions(ProjectionOptions):
         super().__post_init__()
         for name in ("budget_minimum", "budget_saturation"):
             require(is_count(getattr(self, name)), name, getattr(self, name), "a whole number of 1 or more")
-        for name in ("gate_keys", "gate_values", "gate_appends", "gate_initial", "temperatures"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, value, "true, false")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            require(field.type != "bool" or isinstance(value, bool), field.name, value, "true, false")
         require(self.rotary_dim != 0, "rotary_dim", 0, "even numbers above 0 and below head_dim")
         self.spec(2)  # checks the rest
 
@@ -103,6 +105,8 @@ class KVM(ProjectedMixer):
         if self.options.temperatures:
             self.front_head_temp = nn.Parameter(torch.empty(self.num_heads))
             self.state_head_temp = nn.Parameter(torch.empty(self.num_heads))
+        if self.options.state_bias:
+            self.state_head_bias = nn.Parameter(torch.empty(self.num_heads))
 
     @classmethod
     def heads(cls, options: Any, hidden_size: int) -> Heads:
@@ -123,6 +127,8 @@ class KVM(ProjectedMixer):
         if self.options.temperatures:
             initialise(self.front_head_temp, nn.init.ones_)
             initialise(self.state_head_temp, nn.init.ones_)
+        if self.options.state_bias:
+            initialise(self.state_head_bias, nn.init.zeros_)
 
     def gates(self, x: Tensor, context: Context) -> Tensor | None:
         """Compute the merge gate's logits."""
@@ -142,8 +148,8 @@ class KVM(ProjectedMixer):
         layer, routes = self.site.layer, context.routes
         statistics: dict[str, Tensor] | None = None if context.statistics is None else {}
         # Ranks that hand on a state use them in other places than those that do not.
-        weight, bias, front, back = ordered_gradients(
-            self.ln_s_k.weight, self.ln_s_k.bias, *self._temperatures(context)
+        weight, bias, front, back, state_bias = ordered_gradients(
+            self.ln_s_k.weight, self.ln_s_k.bias, *self._of_heads(context)
         )
         settings: dict[str, Any] = {
             "spec": self.spec,
@@ -151,6 +157,7 @@ class KVM(ProjectedMixer):
             "norm_bias": bias,
             "front_temperature": front,
             "state_temperature": back,
+            "state_bias": state_bias,
             "routes": None if routes is None else routes.get(layer),
             "want_routes": routes is not None,
             "statistics": statistics,
@@ -205,11 +212,11 @@ class KVM(ProjectedMixer):
             moved += rows * (size - 1) * (self.q_width + 2 * self.kv_width) * element_size
         return moved
 
-    def _temperatures(self, context: Context) -> tuple[Tensor | None, Tensor | None]:
-        """Return the window's and the state's, of the heads at hand."""
-        if not self.options.temperatures:
-            return None, None
-        return self.own(self.front_head_temp, context), self.own(self.state_head_temp, context)
+    def _of_heads(self, context: Context) -> list[Tensor | None]:
+        """Return temperatures of the window and of the state, and the state's bias, of the heads at hand."""
+        names = ("front_head_temp", "state_head_temp", "state_head_bias")
+        found = [getattr(self, name, None) for name in names]
+        return [None if x is None else self.own(x, context) for x in found]
 
     def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Name statistics as `Context.statistics` does."""

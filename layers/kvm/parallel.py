@@ -89,7 +89,7 @@ def walk_group(plan: Plan, x: Inputs, group: Group, slots: Slots, joint: Joint, 
     states = _functions(plan)[1](before, added, choice.slot, steps, plan.spec, x.norm)
     if steps.keys is not None:
         keys, values = states.read(x.k.dtype)
-        attend(plan, joint, q, keys, values, [Part(group.readers, ragged=steps.keys)])
+        attend(plan, joint, q, keys, values, [Part(group.readers, ragged=steps.keys)], x.state_bias)
     slots.replace(states.last())
     return [choice]
 

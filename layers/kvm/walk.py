@@ -21,7 +21,17 @@ from torch.autograd.function import once_differentiable
 
 from ..softmax import Part
 from ..softmax.joined import Joint
-from .attend import Backward, Inputs, Plan, add_rows, attend, scaled, state_backward, window_backward
+from .attend import (
+    Backward,
+    Inputs,
+    Plan,
+    add_rows,
+    attend,
+    bias_slope,
+    scaled,
+    state_backward,
+    window_backward,
+)
 from .chunks import Group
 from .contributions import Entered, Sums, contributions, prepare, weights
 from .parallel import walk_group, walk_group_backward
@@ -46,6 +56,7 @@ class Walked(NamedTuple):
     choice: Choice  # of the rows that entered, [R, G, C]
     window: Tensor | None  # log-sum-exp over the window alone, [R, H, C], if asked for
     lse: Tensor  # over all keys
+    slope: Tensor | None  # derivative of y by the state's bias, like y, if there is one and a backward
 
 
 def walk(plan: Plan, x: Inputs, slots: Slots, kept: list[Tensor] | None = None) -> Walked:
@@ -56,6 +67,7 @@ def walk(plan: Plan, x: Inputs, slots: Slots, kept: list[Tensor] | None = None) 
     rows, tokens, heads, _ = x.q.shape
     y, lse = x.q.new_empty(x.q.shape), x.weight.new_empty(rows, heads, tokens)
     window, choices = torch.empty_like(lse) if plan.measured else None, []
+    slope = torch.zeros_like(y) if kept is not None and x.state_bias is not None else None
     for group in plan.groups:
         if kept is not None:
             kept += [sums.clone() if group.steps is None else sums for sums in slots.used()]
@@ -64,16 +76,19 @@ def walk(plan: Plan, x: Inputs, slots: Slots, kept: list[Tensor] | None = None) 
         attend(plan, joint, scaled(q, x.front), x.k[group.keys], x.v[group.keys], group.window)
         if window is not None:
             window[group.queries] = joint.lse
+        before = None if slope is None or joint.out is None else (joint.out.clone(), joint.lse.clone())
         q = scaled(q, x.back)
         take_in = walk_chunks if group.steps is None else walk_group
         choices += take_in(plan, x, group, slots, joint, q)
+        if slope is not None and before is not None:
+            slope[group.queries] = bias_slope(joint, before).to(slope.dtype)
         out, lse[group.queries] = joint.result()
         if not isinstance(group.queries, slice):
             y[group.queries] = out
     if not choices:
         nothing = x.k.transpose(1, 2)[:, :, :0]
         choices = [first_slots(nothing, margins=plan.margins)]
-    return Walked(y, joined_choices(choices), window, lse)
+    return Walked(y, joined_choices(choices), window, lse, slope)
 
 
 def walk_chunks(plan: Plan, x: Inputs, group: Group, slots: Slots, joint: Joint, q: Tensor) -> list[Choice]:
@@ -88,7 +103,7 @@ def walk_chunks(plan: Plan, x: Inputs, group: Group, slots: Slots, joint: Joint,
             choices.append(choice)
         if readers is not None:
             keys, values = read(slots)
-            attend(plan, joint, q, keys, values, [Part(readers)])
+            attend(plan, joint, q, keys, values, [Part(readers)], x.state_bias)
     return choices
 
 
@@ -193,9 +208,9 @@ class Walk(torch.autograd.Function):
         `tensors`: `Inputs`, and the sums of which `slots` holds a copy.
         """
         x, kept = Inputs(*tensors[: len(Inputs._fields)]), []  # type: ignore[var-annotated]
-        y, choice, window, lse = walk(plan, x, slots, kept)
+        y, choice, window, lse, slope = walk(plan, x, slots, kept)
         ctx.plan = plan
-        ctx.save_for_backward(y, lse, choice.slot, choice.founds, *x, *kept)
+        ctx.save_for_backward(y, lse, slope, choice.slot, choice.founds, *x, *kept)
         ctx.mark_non_differentiable(*(t for t in (*choice, window, lse) if t is not None))
         ctx.set_materialize_grads(False)
         return y, *choice, window, lse, *slots.used()
@@ -204,10 +219,13 @@ class Walk(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *grads: Any) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
-        y, lse, slot, founds, *more = ctx.saved_tensors
+        y, lse, slope, slot, founds, *more = ctx.saved_tensors
         x, kept = Inputs(*more[: len(Inputs._fields)]), more[len(Inputs._fields) :]
         grad = torch.zeros_like(y) if grad is None else grad
         d, last, end = _empty_gradients(x), grads[-3:], len(slot)
+        if d.state_bias is not None:
+            by_head = torch.linalg.vecdot(grad.to(lse.dtype), slope.to(lse.dtype)).sum((0, 1))
+            d.state_bias.add_(by_head[:, None])
         for group in reversed(plan.groups):
             room = group.slots if group.steps is None else None
             slots = Slots(Sums(*kept[-3:]), room, x.norm, plan.spec, x.k.dtype)

@@ -79,14 +79,16 @@ class Joint:
         values: list[Tensor],
         parts: list[Part],
         scale: float,
+        bias: Tensor | None = None,
     ) -> None:
-        """Add keys to the softmax."""
+        """Add keys to the softmax; `bias` `[H, 1]` is added to their logits."""
         for part in parts:
             q, k, v = _operands(queries, keys, values, part)
             if part.ragged is not None:
                 partial, own = ragged_kernels.forward(kernel, q, k, v, part.ragged, scale)
             else:
                 partial, own = kernels.forward(kernel, q, k, v, part.mask, scale)
+            own = own if bias is None else own + bias
             if self.out is None and _everything(part, self.like):
                 self.out, self.lse = partial.to(self.dtype), own
                 continue

@@ -20,7 +20,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 # tokens cross every border, and heads that share.
 SMALL: dict[str, Any] = {
     "num_heads": 4, "num_kv_heads": 2, "chunk": 8, "window_chunks": 2, "window": 11, "sinks": 2,
-    "budget_minimum": 8, "budget_factor": 2.0, "gate_appends": True, "max_centroids": 12,
+    "budget_minimum": 8, "budget_factor": 2.0, "gate_appends": True, "max_centroids": 12, "state_bias": True,
     "num_v_heads": 8, "state_size": 8, "n_groups": 2,
 }  # fmt: skip
 

@@ -27,10 +27,13 @@ def norm(x, weight, bias):
     return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * weight + bias
 
 
-def reference(q, k, v, gate, spec, weight, bias, front=None, back=None, replay=None) -> Reference:
+def reference(
+    q, k, v, gate, spec, weight, bias, front=None, back=None, state_bias=None, replay=None
+) -> Reference:
     """Arguments as of `kvm_attention`; `replay`: slots and founders `[B, G, A]` instead of own decisions."""
     heads, groups = q.shape[2], k.shape[2]
     front, back = (torch.ones(heads, dtype=q.dtype) if t is None else t for t in (front, back))
+    state_bias = torch.zeros(heads, dtype=q.dtype) if state_bias is None else state_bias
     gate = torch.ones_like(k[..., 0]) if gate is None else gate
     outs, sums = [], []
     for b in range(q.shape[0]):
@@ -38,7 +41,7 @@ def reference(q, k, v, gate, spec, weight, bias, front=None, back=None, replay=N
             own = range(g * heads // groups, (g + 1) * heads // groups)
             given = None if replay is None else [x[b, g] for x in replay]
             head = Head(spec, k[b, :, g], v[b, :, g], gate[b, :, g], weight, bias, given)
-            outs += head.run([(q[b, :, h], front[h], back[h]) for h in own])
+            outs += head.run([(q[b, :, h], front[h], back[h], state_bias[h]) for h in own])
             sums.append(head)
     shape = (q.shape[0], groups)
     stacked = [torch.stack([getattr(s, n) for s in sums]) for n in ("s_k", "s_v", "r", "slot", "founds")]
@@ -67,9 +70,9 @@ class Head:
             if c > window:
                 self.update(c - window, c * chunk)
             for t in range(c * chunk, min((c + 1) * chunk, tokens)):
-                for row, (q, *temperatures) in zip(rows, queries, strict=True):
+                for row, (q, *of_head) in zip(rows, queries, strict=True):
                     begin = max(0, c + 1 - window) * chunk
-                    row.append(self.attend(t, begin, c >= window, q[t], *temperatures))
+                    row.append(self.attend(t, begin, c >= window, q[t], *of_head))
         return [torch.stack(row) for row in rows]
 
     def start(self, count):
@@ -80,14 +83,18 @@ class Head:
         self.slot[:count] = torch.arange(count)
         self.founds[:count] = True
 
-    def attend(self, t, begin, with_state, q, front, back):
+    def attend(self, t, begin, with_state, q, front, back, state_bias):
         keys, values = self.k[begin : t + 1] * front, self.v[begin : t + 1]
         if with_state:
             read = self.s_v / self.r[:, None]
             if self.spec.values == "radius":
                 read = F.normalize(self.s_v, dim=-1, eps=1e-12) * self.r[:, None]
             keys, values = torch.cat((self.ln(self.s_k) * back, keys)), torch.cat((read, values))
-        return torch.softmax(keys @ q / math.sqrt(len(q)), 0) @ values
+        logits = keys @ q / math.sqrt(len(q))
+        if with_state:
+            slots = len(self.s_k)
+            logits = torch.cat((logits[:slots] + state_bias, logits[slots:]))
+        return torch.softmax(logits, 0) @ values
 
     def update(self, number, context):
         spec = self.spec

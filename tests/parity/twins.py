@@ -45,8 +45,8 @@ def kvm_layer(mixer: Any, x: Tensor) -> tuple[Tensor, kvm_reference.Reference]:
     if "merge_gate.weight" in p:
         gate = 1 + F.elu(x @ p["merge_gate.weight"].t())
     norm = p["ln_s_k.weight"], p["ln_s_k.bias"]
-    temperatures = p.get("front_head_temp"), p.get("state_head_temp")
-    twin = kvm_reference.reference(q, k, v, gate, mixer.spec, *norm, *temperatures)
+    of_heads = p.get("front_head_temp"), p.get("state_head_temp"), p.get("state_head_bias")
+    twin = kvm_reference.reference(q, k, v, gate, mixer.spec, *norm, *of_heads)
     return twin.y.flatten(2) @ p["c_proj.weight"].t(), twin
 
 

@@ -173,6 +173,7 @@ def test_other_patterns_are_refused(pattern):
         ({"ffn_size": 100}, "feed-forward width 100, there 96"),
         ({"pattern": "KG"}, "the paper's code has no gated_deltanet"),
         ({"layers": {"K": {"qk_norm": "rmsnorm"}}}, "layer 1: qk_norm 'rmsnorm', there 'layernorm'"),
+        ({"layers": {"K": {"state_bias": True}}}, "layer 1: state_bias True, there False"),
         ({"layers": {"K": {"num_heads": 2}}}, "layer 0: num_heads 4, there 2"),
     ],
 )

@@ -39,6 +39,8 @@ def test_outputs_and_gradients_match_the_stepwise_twin(length):
     [
         NO_GATES | {"temperatures": False},
         NO_GATES | {"gate_initial": True},
+        {"state_bias": False},
+        {"state_bias": True, "temperatures": False, "window_chunks": 1, "num_kv_heads": 1},
         {"budget": "fixed", "budget_minimum": 1, "sinks": 0},
         {"budget": "fixed", "budget_minimum": 8, "values": "reference_counts"},
         {"budget": "saturation", "budget_saturation": 40, "budget_round": 4, "budget_minimum": 1},
@@ -64,17 +66,18 @@ def test_parameters_that_have_no_use_do_not_exist():
         "merge_gate.weight",
         "front_head_temp",
         "state_head_temp",
+        "state_head_bias",
         "ln_s_k.weight",
         "ln_s_k.bias",
     } <= every
-    bare = set(dict(build("kvm", **NO_GATES, temperatures=False).named_parameters()))
-    assert every - bare == {"merge_gate.weight", "front_head_temp", "state_head_temp"}
+    bare = set(dict(build("kvm", **NO_GATES, temperatures=False, state_bias=False).named_parameters()))
+    assert every - bare == {"merge_gate.weight", "front_head_temp", "state_head_temp", "state_head_bias"}
     one = dict(build("kvm", gate_keys=False).named_parameters())
     assert one["merge_gate.weight"].shape == (2, HIDDEN)
 
 
 def test_the_gate_is_positive_and_has_its_formula():
-    mixer = build("kvm", torch.float32)
+    mixer = build("kvm", torch.float32, state_bias=False)
     x = tokens(1, 50, torch.float32) * 30
     z = mixer.merge_gate(x)
     gate = module.positive_gate(mixer.merge_gate(x))
@@ -85,13 +88,21 @@ def test_the_gate_is_positive_and_has_its_formula():
 
 
 def test_start_values():
-    mixer = KVM(KVMOptions(num_heads=4, num_kv_heads=2), Site(64))
+    mixer = KVM(KVMOptions(num_heads=4, num_kv_heads=2, state_bias=True), Site(64))
+    assert torch.equal(mixer.state_head_bias, torch.zeros(4))
     assert torch.equal(mixer.front_head_temp, torch.ones(4))
     assert torch.equal(mixer.state_head_temp, torch.ones(4))
     assert torch.equal(mixer.ln_s_k.weight, torch.ones(16))
     assert 0 < float(mixer.merge_gate.weight.detach().abs().max()) <= 1 / 8
     assert not mixer.c_proj.weight.any()
-    assert {"front_head_temp", "state_head_temp", "x_q", "v_gate0", "ln_s_k.bias"} <= mixer.no_decay()
+    assert {
+        "front_head_temp",
+        "state_head_temp",
+        "state_head_bias",
+        "x_q",
+        "v_gate0",
+        "ln_s_k.bias",
+    } <= mixer.no_decay()
     assert not {"merge_gate.weight", "v_gate1.weight", "v_gate2.weight"} & mixer.no_decay()
 
 
@@ -164,7 +175,7 @@ def test_free_routes_differ_only_at_near_ties(monkeypatch, packed):
     """Text cut into other calls, or packed with others in a row."""
     operator = functools.partial(module.kvm_attention, want_margins=True)
     monkeypatch.setattr(module, "kvm_attention", operator)
-    mixer, x = build("kvm", torch.float32, sinks=1), repeated_words(400)
+    mixer, x = build("kvm", torch.float32, sinks=1, state_bias=False), repeated_words(400)
     chunk, lengths = mixer.spec.chunk, [130, 3, 267] if packed else [400]
     alone = []
     with torch.no_grad():

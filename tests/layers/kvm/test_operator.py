@@ -29,22 +29,23 @@ EVERY_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
 def inputs(tokens, batch=1, dtype=torch.float64, seed=0):
-    """Leaves q, k, v, gate, norm weight and bias, front and state temperature."""
+    """Leaves q, k, v, gate, norm weight and bias, front and state temperature, state bias."""
     torch.manual_seed(seed)
     rows = (batch, tokens)
     q, k, v = torch.randn(*rows, H, D), torch.randn(*rows, G, D), torch.randn(*rows, G, D)
     more = torch.rand(*rows, G) * 1.5 + 0.05, 1 + torch.randn(D) / 3, torch.randn(D) / 3
-    temperatures = 1 + torch.randn(H) / 3, 1 + torch.randn(H) / 3
-    return [x.to(dtype).requires_grad_() for x in (q, k, v, *more, *temperatures)]
+    of_heads = 1 + torch.randn(H) / 3, 1 + torch.randn(H) / 3, torch.randn(H)
+    return [x.to(dtype).requires_grad_() for x in (q, k, v, *more, *of_heads)]
 
 
 def run(leaves, spec, **more):
-    q, k, v, gate, weight, bias, front, back = leaves
+    q, k, v, gate, weight, bias, front, back, state_bias = leaves
     options = {
         "norm_weight": weight,
         "norm_bias": bias,
         "front_temperature": front,
         "state_temperature": back,
+        "state_bias": state_bias,
     }
     return kvm_attention(q, k, v, gate, spec=spec, **options, **more)
 

@@ -23,7 +23,7 @@ CALLS = {"one call": [75], "odd calls": [3, 30, 1, 41], "packed": [40, 1, 34]}
 
 def inputs(dtype: torch.dtype, batch: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    shapes = [(batch, 75, 4, 8), *[(batch, 75, 2, 8)] * 2, (batch, 75, 2), (8,), (8,), (4,), (4,)]
+    shapes = [(batch, 75, 4, 8), *[(batch, 75, 2, 8)] * 2, (batch, 75, 2), (8,), (8,), (4,), (4,), (4,)]
     tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     tensors[3] = tensors[3].abs() * (tensors[3] > -1)  # some gates are 0
     return [x.to(dtype).requires_grad_() for x in tensors]
@@ -31,12 +31,13 @@ def inputs(dtype: torch.dtype, batch: int) -> list[torch.Tensor]:
 
 def run(name: str, spec: KVMSpec, lengths: list[int], packed: bool, leaves: list[torch.Tensor]):
     """Outputs, the last state and all gradients, its own among them."""
-    *tokens, weight, bias, front, back = leaves
+    *tokens, weight, bias, front, back, state_bias = leaves
     options = {
         "norm_weight": weight,
         "norm_bias": bias,
         "front_temperature": front,
         "state_temperature": back,
+        "state_bias": state_bias,
     }
     state, outputs, routes = None, [], []
     with force_walk(name):
