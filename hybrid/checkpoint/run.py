@@ -141,12 +141,19 @@ def load_run(path: str | os.PathLike[str]) -> tuple[HybridLM, Tokenizer, Recipe]
         _say_differences(run / RECIPE, recipe)
     tokenizer = Tokenizer.load(run)
     check_tokenizer(weights, tokenizer.fingerprint, run / TOKENIZER)
-    model = HybridLM.from_recipe(recipe)
+    return load_model(weights, recipe), tokenizer, recipe
+
+
+def load_model(weights: Path, recipe: Recipe, *, own_dtype: bool = False) -> HybridLM:
+    """Build the model of the recipe recorded with the weights in a folder, and load them on the CPU: in fp32,
+    or with `own_dtype` in theirs, where they agree."""
+    model, tensors = HybridLM.from_recipe(recipe), load_weights(weights)
+    dtypes = {tensor.dtype for tensor in tensors.values()}
     try:
-        model.load_state_dict(load_weights(weights))
+        model.to(dtypes.pop() if own_dtype and len(dtypes) == 1 else torch.float32).load_state_dict(tensors)
     except RuntimeError as error:
         raise TrainError(f"{weights} does not fit the recipe recorded there: {error}") from error
-    return model, tokenizer, recipe
+    return model
 
 
 def recorded_recipe(weights: Path) -> Recipe | None:

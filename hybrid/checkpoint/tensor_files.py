@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,10 +77,14 @@ class TensorFile:
         return len(text).to_bytes(8, "little") + text
 
 
-def layout(shapes: dict[str, tuple[int, ...]], keys: Sequence[str]) -> list[TensorFile]:
-    """Plan the files for weights of these shapes and for entries `keys` of the optimizer's state of each."""
+def layout(
+    shapes: dict[str, tuple[int, ...]], keys: Sequence[str], trained: Collection[str]
+) -> list[TensorFile]:
+    """Plan the files for weights of these shapes, and for entries `keys` of the optimizer's state of the
+    `trained` ones."""
     files = _split(MODEL, [(name, "", shape) for name, shape in shapes.items()])
-    states = [(name, key, () if key == STEP else shape) for name, shape in shapes.items() for key in keys]
+    found = [(name, shape) for name, shape in shapes.items() if name in trained]
+    states = [(name, key, () if key == STEP else shape) for name, shape in found for key in keys]
     return files + (_split(OPTIMIZER, states) if states else [])
 
 

@@ -2,7 +2,8 @@
 tensors of `tensor_files`, and put back.
 
 Stage 0 keeps whole parameters and states on every rank. Stages 1 and 2 flatten every optimizer group and give
-each rank a slice of the flat tensor, stage 3 slices each parameter. Known from deepspeed 0.19.
+each rank a slice of the flat tensor, stage 3 slices each parameter. Frozen parameters have neither masters
+nor state: they are kept as they are computed with. Known from deepspeed 0.19.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class ZeroState:
         self._buffers = {name: buffer for name, buffer in engine.module.named_buffers() if name in shapes}
         found = {name: self._fragment(parameter) for name, parameter in self._parameters.items()}
         self._fragments = {name: fragment for name, fragment in found.items() if fragment is not None}
+        self._trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     def capture(self) -> list[tuple[TensorFile, list[Tensor]]]:
         """Copy to the CPU what stands in the files that this rank has to write.
@@ -71,7 +73,7 @@ class ZeroState:
         """Plan all files, of whatever rank. Without a state (nothing updated yet) there are weights only."""
         states = self._base.state.values()
         keys = {key for state in states for key, value in state.items() if isinstance(value, Tensor)}
-        return layout(self._shapes, sorted(keys))
+        return layout(self._shapes, sorted(keys), self._trained)
 
     def restore(self, reader: Reader) -> None:
         """Put weights and state back, bit for bit."""
@@ -82,21 +84,26 @@ class ZeroState:
                 self._set_weight(parameter, self._fragments.get(name), self._read(reader, name))
             for name, buffer in self._buffers.items():
                 buffer.copy_(self._read(reader, name))
-            for name, fragment in self._fragments.items():
+            for name in self._trained & self._fragments.keys():
                 for key in reader.keys:
-                    self._set_state(fragment, key, reader.state(name, key))
+                    self._set_state(self._fragments[name], key, reader.state(name, key))
         if self._stage == 3:
             self._wrapper.checkpoint_event_epilogue()
 
     def _fragment(self, parameter: nn.Parameter) -> Fragment | None:
+        rank = self._world.rank
+        if self._stage == 3 and not parameter.requires_grad:
+            own = parameter.ds_tensor  # type: ignore[attr-defined]
+            count = min(own.numel(), parameter.ds_numel - rank * own.numel())  # type: ignore[attr-defined]
+            return Fragment(rank * own.numel(), count, own, 0) if count > 0 else None
         if self._stage == 3:
             group, offset, size = self._wrapper.grad_position[self._wrapper.get_param_id(parameter)]
-            start = self._world.rank * size  # the last ranks' may be, or end in, padding
+            start = rank * size  # the last ranks' may be, or end in, padding
             count = min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
             flat = self._wrapper.fp32_partitioned_groups_flat[group]
             return Fragment(start, count, flat, offset) if count > 0 else None
-        if self._stage == 0:
-            return Fragment(0, parameter.numel(), parameter, 0)
+        if self._stage == 0 or not parameter.requires_grad:  # whole on every rank, of which one gives it
+            return Fragment(0, parameter.numel(), parameter, 0) if self._stage == 0 or rank == 0 else None
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             return None

@@ -31,19 +31,22 @@ class Exchange:
 def zero_exchanges(model: HybridLM, recipe: Recipe, geometry: Geometry, stage: int) -> list[Exchange]:
     """List DeepSpeed's collectives of one step at a ZeRO stage (as 0.19 does them: 1 and 2 all-reduce)."""
     ranks, micro_batches = geometry.world_size, geometry.accumulation * recipe.train.tbptt_chunks
-    size = model.num_parameters * element_size(recipe)
+    size, trained = (n * element_size(recipe) for n in (model.num_parameters, model.num_trained))
     if stage == 0:
-        return [Exchange("all-reduce gradients", size, 2, ranks)]
-    gather = Exchange("all-gather new weights", size, 1, ranks)
+        return [Exchange("all-reduce gradients", trained, 2, ranks)]
+    gather = Exchange("all-gather new weights", trained, 1, ranks)
     if stage == 1:
-        return [Exchange("all-reduce gradients", size, 2, ranks), gather]
+        return [Exchange("all-reduce gradients", trained, 2, ranks), gather]
     if stage == 2:
-        return [Exchange("all-reduce gradients of every micro-batch", micro_batches * size, 2, ranks), gather]
+        return [
+            Exchange("all-reduce gradients of every micro-batch", micro_batches * trained, 2, ranks),
+            gather,
+        ]
     # What is still there from the forward pass need not be gathered for the backward pass.
     again = max(0.0, 1 - LARGEST_GATHERED / model.num_parameters)
     return [
         Exchange("all-gather weights for every micro-batch", micro_batches * size * (1 + again), 1, ranks),
-        Exchange("reduce-scatter gradients of every micro-batch", micro_batches * size, 1, ranks),
+        Exchange("reduce-scatter gradients of every micro-batch", micro_batches * trained, 1, ranks),
     ]
 
 

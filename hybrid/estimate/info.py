@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hybrid.model import HybridLM
+from hybrid.model.freeze import freeze_all_but
 from hybrid.recipe import Geometry, LayerSpec, Recipe, batch_geometry
 from hybrid.recipe.pattern import compress
 from hybrid.text import columns
@@ -45,7 +46,9 @@ def meta_model(recipe: Recipe) -> HybridLM:
         size = -(-recipe.data.vocab_size // 64) * 64
         recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vocab_size=size))
     with torch.device("meta"):
-        return HybridLM.from_recipe(recipe)
+        model = HybridLM.from_recipe(recipe)
+    freeze_all_but(model, recipe.train.only)
+    return model
 
 
 def layer_table(layers: list[LayerSpec]) -> str:
@@ -82,7 +85,10 @@ def _parameters(model: HybridLM, recipe: Recipe) -> str:
     size = model.embedding.weight.shape[0]
     note = "" if recipe.model.vocab_size else " (from data.vocab_size; the tokenizer decides)"
     title = f"Parameters, with a vocabulary of {size:,}{note}"
-    return title + "\n" + columns([*rows, ["total", f"{total:,}", ""]], left={0}, indent="  ")
+    rows.append(["total", f"{total:,}", ""])
+    if recipe.train.only is not None:
+        rows.append(["trained (train.only)", f"{model.num_trained:,}", f"{model.num_trained / total:.1%}"])
+    return title + "\n" + columns(rows, left={0}, indent="  ")
 
 
 def _costs(model: HybridLM, recipe: Recipe) -> str:

@@ -40,22 +40,24 @@ def memory_estimate(model: HybridLM, recipe: Recipe, geometry: Geometry, stage: 
     - weights: ZeRO-3 shares them out. optimizer: AdamW's two moments, and from stage 1 on fp32 masters.
     - gradients: in fp32, from stage 1 on shared out; whole at stage 1 in bf16, and while micro-batches are
       accumulated there.
+      Both are of what is trained (`train.only`).
     - buffers: the bucket in which gradients are reduced; at stage 3 also the gathered weights.
     - activations: see `_activations`. logits: fp32 of one chunk of the loss, and their gradient.
     """
     parameters, element, ranks = model.num_parameters, element_size(recipe), geometry.world_size
+    trained = model.num_trained
     moments = 8 if recipe.optimizer.name == "adamw" else 0
     passes = geometry.accumulation * recipe.train.tbptt_chunks
     whole = stage == 0 or (stage == 1 and (passes > 1 or element == 2))
-    buffers = element * min(parameters, LARGEST_BUCKET) if ranks > 1 else 0
+    buffers = element * min(trained, LARGEST_BUCKET) if ranks > 1 else 0
     if stage == 3:
         buffers += element * min(parameters, LARGEST_GATHERED)
     at_once = -(-recipe.data.context // (recipe.parallel.sequence * recipe.train.tbptt_chunks))
     tokens = geometry.micro_batch * at_once
     return Memory(
         weights=element * parameters / (ranks if stage == 3 else 1),
-        gradients=4 * parameters / (1 if whole else ranks),
-        optimizer=(moments + 4) * parameters / ranks if stage >= 1 else moments * parameters,
+        gradients=4 * trained / (1 if whole else ranks),
+        optimizer=(moments + 4) * trained / ranks if stage >= 1 else moments * trained,
         buffers=buffers,
         activations=element * tokens * _activations(model, recipe),
         logits=2 * 4 * min(tokens, recipe.train.loss_chunk) * model.embedding.num_embeddings,

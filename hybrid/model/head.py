@@ -3,6 +3,7 @@ context never has all its logits in memory: neither in the forward pass nor in t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,21 @@ class Loss(NamedTuple):
     outside: Tensor | None = None
     """How many ids and labels the vocabulary does not have, which others stood in for, where the host did not
     wait to see (on a GPU); None: none."""
+    kl: Tensor | None = None
+    """Sum of the tokens' KL(teacher || student), where a lesson with logits was given."""
+    hidden: Tensor | None = None
+    """Sum of the tokens' mean errors of blocks, where a lesson with streams was given."""
+
+
+class Lesson(NamedTuple):
+    """What a teacher made of the tokens that a student reads (`HybridLM.teach`), in its own dtype."""
+
+    hidden: Tensor
+    """Normalised last hidden states `[B, T, C]`."""
+    logits: Callable[[Tensor], Tensor]
+    """Maps some of them to fp32 logits."""
+    streams: list[Tensor] | None = None
+    """The residual stream `[B, T, C]` before every block and after the last: blocks are to be aligned."""
 
 
 class Head(nn.Module):
@@ -44,27 +60,36 @@ class Head(nn.Module):
         self.softcap = softcap
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None = None, loss_chunk: int = 2048, with_z: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        loss_chunk: int = 2048,
+        with_z: bool = False,
+        lesson: Lesson | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute logits fp32 `[B, T, V]` of `hidden` `[B, T, C]`; with `labels` `[B, T]` the sums (total,
-        z_total) over tokens whose label is not -100, from logits of at most `loss_chunk` tokens at once."""
+        z_total) over tokens whose label is not -100, and with a lesson that of KL(teacher || student), from
+        logits of at most `loss_chunk` tokens at once."""
         if labels is None:
             return self.logits(hidden)
-        hiddens, targets = hidden.flatten(0, 1).split(loss_chunk), labels.flatten().split(loss_chunk)
-        sums = self._sums
-        if torch.is_grad_enabled() and len(hiddens) > 1:  # else its logits may as well be kept
-            sums = partial(checkpoint, self._sums, use_reentrant=False, preserve_rng_state=False)
-        found = [sums(one, target, with_z) for one, target in zip(hiddens, targets, strict=True)]
-        totals, squares = zip(*found, strict=True)
-        return torch.stack(totals).sum(), torch.stack(squares).sum()
+        rows = [hidden.flatten(0, 1), labels.flatten()] + ([lesson.hidden.flatten(0, 1)] if lesson else [])
+        chunks = list(zip(*(row.split(loss_chunk) for row in rows), strict=True))
+        sums = partial(self._sums, with_z=with_z, teacher=lesson and lesson.logits)
+        if torch.is_grad_enabled() and len(chunks) > 1:  # else its logits may as well be kept
+            sums = partial(checkpoint, sums, use_reentrant=False, preserve_rng_state=False)
+        found = zip(*(sums(*chunk) for chunk in chunks), strict=True)
+        return tuple(torch.stack(values).sum() for values in found)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute fp32 logits, `softcap * tanh(logits / softcap)` where there is a cap."""
         logits = F.linear(hidden, self.weight).float()
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
-    def _sums(self, hidden: Tensor, labels: Tensor, with_z: bool) -> tuple[Tensor, Tensor]:
-        """Sum cross-entropy and logsumexp^2 over the counted tokens of `hidden` `[N, C]`."""
+    def _sums(
+        self, hidden: Tensor, labels: Tensor, taught: Tensor | None = None, *, with_z: bool, teacher: Any
+    ) -> tuple[Tensor, ...]:
+        """Sum cross-entropy and logsumexp^2 over the counted tokens of `hidden` `[N, C]`, and the KL
+        divergence from what `teacher` makes of `taught` `[N, C']`."""
         logits_NV = self.logits(hidden)
         counted = labels != IGNORE
         target = labels.clamp(min=0).unsqueeze(-1)
@@ -72,4 +97,10 @@ class Head(nn.Module):
         lse = losses + logits_NV.gather(-1, target).squeeze(-1)  # cheaper than another pass over the logits
         squares = (lse if with_z else lse.detach()).square()
         zero = losses.new_zeros(())
-        return torch.where(counted, losses, zero).sum(), torch.where(counted, squares, zero).sum()
+        found = [losses, squares]
+        if taught is not None:
+            with torch.no_grad():
+                wanted = teacher(taught).log_softmax(-1)
+            kl = F.kl_div(logits_NV.log_softmax(-1), wanted, reduction="none", log_target=True)
+            found.append(kl.sum(-1))
+        return tuple(torch.where(counted, values, zero).sum() for values in found)

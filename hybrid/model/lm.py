@@ -23,10 +23,12 @@ from hybrid.recipe.letters import LayerSpec, layer_specs
 from hybrid.recipe.schema import ModelSection, Recipe
 
 from .block import Block, ModelError, build_mixers
-from .head import IGNORE, Head, Loss
+from .head import IGNORE, Head, Lesson, Loss
 from .init import INITS, embedding, head
 from .state import BlockState, HybridState, StateError
 
+SMALLEST_CHANGE = 1e-6
+"""Added to the mean square of what a block adds to an entry of the stream, by which its error is divided."""
 _TOO_LARGE = re.compile(r"alloc|out of memory|overflow|too large", re.IGNORECASE)
 """How torch complains about a tensor that it cannot hold."""
 
@@ -93,6 +95,7 @@ class HybridLM(nn.Module):
         want_state: bool | None = None,
         shard: SequenceShard | None = None,
         last_only: bool = False,
+        lesson: Lesson | None = None,
     ) -> tuple[Tensor, Any] | Loss:
         """Read tokens, going on from `state`; any split of a sequence into calls gives one call's result.
 
@@ -110,6 +113,8 @@ class HybridLM(nn.Module):
                 there are no states. It knows the documents: leave cu_seqlens out.
             last_only: logits of each sequence's last token only, `[B, 1, V]`; for a packed row of N documents
                 `[1, N, V]`. Saves the head's work and memory over a prompt.
+            lesson: what a teacher made of the same tokens, beside labels: the loss has a `kl`; or, where it
+                has streams, only a `hidden`: each block is fed with the teacher's stream and compared to it.
 
         Returns:
             Without labels `(logits, state)`: fp32 `[B, T, V]`, and HybridState (packed: a list of them; None
@@ -130,6 +135,10 @@ class HybridLM(nn.Module):
         wanted = labels is None if want_state is None else want_state
         context = Context.of(ids, cu_seqlens, want_state=wanted, shard=shard)
         context.routes, context.statistics = routes, statistics
+        if labels is not None and lesson is not None and lesson.streams is not None:
+            none = torch.zeros((), device=ids.device)
+            error = self._block_errors(lesson.streams, context, labels != IGNORE)
+            return Loss(none, (labels != IGNORE).sum(), none, None, outside, hidden=error)
         hidden, after = self._hidden(ids, context, self._block_states(state, context, ids.shape[0]))
         new_state = self._state(after, context) if wanted else None
         if labels is None:
@@ -138,30 +147,72 @@ class HybridLM(nn.Module):
             elif last_only:
                 hidden = hidden[:, -1:]
             return self.head(hidden), new_state
-        total, z_total = self.head(hidden, labels, self.loss_chunk, z_loss != 0)
-        return Loss(total, (labels != IGNORE).sum(), z_total, new_state, outside)
+        total, z_total, *kl = self.head(hidden, labels, self.loss_chunk, z_loss != 0, lesson)
+        return Loss(total, (labels != IGNORE).sum(), z_total, new_state, outside, *kl)
 
-    def _hidden(self, ids: Tensor, context: Context, states: list[Any]) -> tuple[Tensor, list[Any]]:
-        """Compute the final hidden states `[B, T, C]` (normalised) and every block's state."""
+    @torch.no_grad()
+    def teach(
+        self,
+        ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        shard: SequenceShard | None = None,
+        streams: bool = False,
+    ) -> Lesson:
+        """Read tokens (as in `forward`) for a student to learn from; `streams`: block by block."""
+        if ids.device.type == "cpu":
+            self._refuse_outside("ids", ids)
+        context = Context.of(ids, cu_seqlens, want_state=False, shard=shard)
+        found: list[Tensor] | None = [] if streams else None
+        ids = ids.clamp(0, self.vocab_size - 1)  # on a GPU the student counts those outside
+        hidden, _ = self._hidden(ids, context, [None] * len(self.blocks), found)
+        return Lesson(hidden, self.head.logits, found)
+
+    def _block_errors(self, streams: list[Tensor], context: Context, counted: Tensor) -> Tensor:
+        """Sum over the counted tokens the blocks' mean error: |output - teacher's|^2 / |what the teacher's
+        block adds|^2, each block fed with the teacher's stream. Frozen blocks are left out."""
+        taken = [torch.zeros((), device=counted.device)]
+        given = [stream.to(self.head.weight.dtype) for stream in streams]
+        first_values = context.first_values
+        for block, x, wanted in zip(self._blocks(), given, given[1:], strict=False):
+            trained = any(parameter.requires_grad for parameter in block.parameters())
+            if not trained and not block.mixer.site.first_of_kind:
+                continue
+            call = (x, given[0], replace(context, first_values=first_values), None)
+            y, _, first_values = self._run(block, *call)
+            if trained:
+                wrong, added = (change.float().square().mean(-1) for change in (y - wanted, wanted - x))
+                taken.append(torch.where(counted, wrong / (added + SMALLEST_CHANGE), 0.0).sum())
+        return torch.stack(taken).sum() / max(1, len(taken) - 1)
+
+    def _run(self, block: Block, x: Tensor, x0: Tensor, context: Context, state: Any) -> Any:
+        """Run a block; with activation checkpointing so that it keeps only its inputs."""
+        if not (self.activation_checkpointing and torch.is_grad_enabled()):
+            return block(x, x0, context, state)
+        if context.routes is None:
+            context = replace(context, routes={})  # the second run must take the first run's decisions
+        # The second run is in the backward's thread, where a forced kernel is not known by itself.
+        forced = partial(copy_context().run, block)
+        return checkpoint(forced, x, x0, context, state, use_reentrant=False, preserve_rng_state=False)
+
+    def _hidden(
+        self, ids: Tensor, context: Context, states: list[Any], streams: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[Any]]:
+        """Compute the final hidden states `[B, T, C]` (normalised) and every block's state; `streams` takes
+        what is before every block and after the last."""
         x = self.embedding(ids)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x0, first_values = x, context.first_values
-        again = self.activation_checkpointing and torch.is_grad_enabled()
-        if again and context.routes is None:
-            context.routes = {}  # the second run of a block must take the first run's decisions
         after = []
-        for block, state in zip(self.blocks, states, strict=True):
-            call = (x, x0, replace(context, first_values=first_values), state)
-            if again:
-                # The second run is in the backward's thread, where a forced kernel is not known by itself.
-                forced = partial(copy_context().run, block)
-                x, kept, first_values = checkpoint(
-                    forced, *call, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                x, kept, first_values = block(*call)
+        for block, state in zip(self._blocks(), states, strict=True):
+            if streams is not None:
+                streams.append(x)
+            inner = replace(context, first_values=first_values)
+            x, kept, first_values = self._run(block, x, x0, inner, state)
             after.append(kept)
+        if streams is not None:
+            streams.append(x)
         return self.norm(x), after
 
     def _check_ids(self, ids: Tensor, labels: Tensor | None) -> None:
@@ -282,6 +333,11 @@ class HybridLM(nn.Module):
     @property
     def num_parameters(self) -> int:
         return _count(self)
+
+    @property
+    def num_trained(self) -> int:
+        """Count the parameters that are not frozen (see `freeze_all_but`)."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def parameter_parts(self) -> dict[str, int]:
         """Count all parameters: of embedding, mixers by kind, feed-forward, norms and head."""

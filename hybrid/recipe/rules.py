@@ -82,9 +82,9 @@ def _bounds(section: Any, key: str, faulty: Collection[str]) -> Iterator[Problem
             continue
         if dataclasses.is_dataclass(value):
             yield from _bounds(value, inner, faulty)
-        elif field.name == "sources":
-            for name, source in value.items():
-                yield from _bounds(source, join(inner, name), faulty)
+        elif field.name in ("sources", "distill"):
+            for name, entry in value.items():
+                yield from _bounds(entry, join(inner, name), faulty)
         elif value == MISSING:
             yield Problem(inner, f"needs a value: {describe(kinds[field.name])}")
         elif value is not None and (words := field.metadata.get("bounds", Bounds()).refuse(value)):
@@ -135,6 +135,7 @@ def _agreements(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("model.ffn_expansion", words)
     yield from _optimizer_and_schedule(recipe)
     yield from _sources(recipe)
+    yield from _distillation(recipe)
 
 
 def _optimizer_and_schedule(recipe: Recipe) -> Iterator[Problem]:
@@ -161,6 +162,39 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, f"a source's name has at most {LONGEST_NAME} bytes (it becomes a folder)")
         if isinstance(source.paths, list) and not source.paths:
             yield Problem(f"{key}.paths", "needs at least one file, folder, glob or built-in corpus")
+
+
+def _distillation(recipe: Recipe) -> Iterator[Problem]:
+    train, stages = recipe.train, recipe.train.distill
+    taught = [name for name, stage in stages.items() if stage.hidden or stage.kl]
+    if taught and train.teacher is None:
+        yield Problem("train.teacher", f"needs a value: stage {taught[0]!r} of train.distill learns from it")
+    if train.teacher is not None and not taught:
+        yield Problem("train.teacher", "is given, but no stage of train.distill weighs hidden or kl")
+    if stages and train.tbptt_chunks > 1:
+        words = f"a teacher reads no chunks: train.tbptt_chunks must be 1, not {train.tbptt_chunks}"
+        yield Problem("train.distill", words)
+    for number, (name, stage) in enumerate(stages.items(), 1):
+        key, last = f"train.distill.{name}", number == len(stages)
+        if not (stage.hidden or stage.kl or stage.ce):
+            yield Problem(key, "needs a weight above 0 of hidden, kl or ce")
+        if stage.hidden and (stage.kl or stage.ce):
+            yield Problem(
+                key, "hidden is alone in its stage: its blocks are fed by the teacher, not each other"
+            )
+        if stage.hidden and any(before.kl or before.ce for before in list(stages.values())[: number - 1]):
+            yield Problem(key, "stages of hidden come before those of kl and ce")
+        if stage.steps is None and not last:
+            yield Problem(f"{key}.steps", "needs a value: only the last stage takes the steps that are left")
+        ranks, context = recipe.parallel.sequence, recipe.data.context
+        if stage.context and (context % stage.context or stage.context % ranks):
+            words = f"is {stage.context}: no divisor of data.context {context}"
+            yield Problem(f"{key}.context", words + f" that {ranks} ranks share" * (ranks > 1))
+    given, steps = [stage.steps for stage in stages.values() if stage.steps is not None], train.steps
+    open_end = len(given) < len(stages)
+    if stages and isinstance(steps, int) and (sum(given) >= steps if open_end else sum(given) != steps):
+        words = f"the stages' steps are {' + '.join(map(str, given))} = {sum(given)}"
+        yield Problem("train.distill", f"{words}, which does not fit train.steps {steps}")
 
 
 def _geometry(recipe: Recipe, world_size: int | None) -> Geometry | Problem:

@@ -155,6 +155,22 @@ class ScheduleSection:
 
 
 @dataclass
+class StageSection:
+    """One stage of distillation: a weighted sum of losses."""
+
+    steps: int | None = key(None, least=1)
+    """Optimizer steps; null, in the last stage only: those that train.steps leaves."""
+    hidden: float = key(0.0, least=0)
+    """Weight of the blocks' mean error, each fed with the teacher's hidden states; alone in its stage."""
+    kl: float = key(0.0, least=0)
+    """Weight of KL(teacher || student) of the logits."""
+    ce: float = key(0.0, least=0)
+    """Weight of the cross-entropy."""
+    context: int | None = key(None, least=1)
+    """A divisor of data.context: windows are cut in rows of so many tokens; null: they are not."""
+
+
+@dataclass
 class TrainSection:
     output: LocalPath = MISSING
     """The run directory."""
@@ -177,6 +193,13 @@ class TrainSection:
     trained on."""
     init_from: LocalPath | None = None
     """A run directory or converted model whose weights (only) training starts from."""
+    teacher: LocalPath | None = None
+    """A run directory or converted model to learn from (`distill`)."""
+    distill: dict[str, StageSection] = field(default_factory=dict)
+    """Name -> stage, in their order: what is learned instead of the cross-entropy alone."""
+    only: list[str] | None = None
+    """Names of the parameters that are trained, as globs: "blocks.3.*", or by a layer's letter "K.mixer.*";
+    null: all. The others keep their values."""
     checkpoint_every: int = key(500, least=1)
     """Steps between checkpoints, which are written while training goes on."""
     keep_last: int = key(3, least=1)

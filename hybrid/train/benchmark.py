@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hybrid.files import write_json
 from hybrid.model import HybridLM
 from hybrid.model.block import Block
+from hybrid.model.freeze import freeze_all_but
 from hybrid.model.head import Loss
 from hybrid.recipe import batch_geometry
 from hybrid.recipe.schema import OptimizerSection, Recipe
@@ -44,6 +45,7 @@ def benchmark(recipe: Recipe, output: str | None = None) -> None:
     torch.manual_seed(recipe.train.seed)
     dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
     model = HybridLM.from_recipe(recipe).to(device, dtype)
+    freeze_all_but(model, recipe.train.only)
     model.loss_chunk = recipe.train.loss_chunk
     model.activation_checkpointing = recipe.train.activation_checkpointing
     batch, tokens = batch_geometry(recipe, 1).micro_batch, recipe.data.context
@@ -71,10 +73,10 @@ class TrainingStep:
         self.model = model
         self.ids = _random_ids(model, batch, tokens)
         self.labels = self.ids.roll(-1, 1)
-        self.parameters = list(model.parameters())
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(trained.values())
         self.masters = [nn.Parameter(p.detach().float()) for p in self.parameters]
-        names = [name for name, _ in model.named_parameters()]
-        self.optimizer = optimizer.build(section, zip(names, self.masters, strict=True), model.no_decay())
+        self.optimizer = optimizer.build(section, zip(trained, self.masters, strict=True), model.no_decay())
         # Random tokens teach nothing, but weights left as initialised hold zeros, which some devices multiply
         # faster: train at a twentieth of the rate.
         optimizer.apply(self.optimizer.param_groups, section, 1.0, 0.05)

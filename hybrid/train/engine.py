@@ -6,6 +6,7 @@ Only this file and `checkpoint/zero_state.py` know DeepSpeed.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ class Engine:
         self._taken = 0
         built = optimizer.build(recipe.optimizer, model.named_parameters(), model.no_decay())
         shapes = _shapes(model)
-        config = settings(recipe, geometry, sum(p.numel() for p in model.parameters()), world)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        config = settings(recipe, geometry, trained, world)
         self.deepspeed, *_ = deepspeed.initialize(
             model=model, optimizer=built, config=config, dist_init_required=False
         )
@@ -94,9 +96,11 @@ class Engine:
         factor = 0.0 if skipped else min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         return Update(norm, factor, skipped)
 
-    def set_rates(self, fraction: float) -> float:
-        """Set the coming step's rates from the schedule's fraction of the peak; returns the base rate."""
-        optimizer.apply(self.deepspeed.optimizer.param_groups, self._section, self._rho, fraction)
+    def set_rates(self, fraction: float, resting: Collection[str] = ()) -> float:
+        """Set the coming step's rates from the schedule's fraction of the peak, zero for `resting` groups;
+        returns the base rate."""
+        groups = self.deepspeed.optimizer.param_groups
+        optimizer.apply(groups, self._section, self._rho, fraction, resting)
         return self._section.lr * fraction
 
     def load(self, folder: Path) -> None:

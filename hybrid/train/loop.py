@@ -18,6 +18,7 @@ from hybrid.recipe.schema import Recipe
 from hybrid.text import clock
 
 from . import validation
+from .distill import Objectives
 from .engine import Engine
 from .metrics import Metrics
 from .optimizer import rate_fraction
@@ -58,6 +59,7 @@ class Run:
     writer: Writer
     hooks: list[Hook]
     progress: Progress
+    objectives: Objectives
     last_loss: float | None = None
     scored: tuple[int, validation.Score] | None = None
     """The last evaluation's step and result."""
@@ -86,23 +88,25 @@ def take_step(run: Run) -> StepResult:
     begin, train = time.perf_counter(), run.recipe.train
     for hook in run.hooks:
         hook.before_step(run)
+    objective = run.objectives.at(run.progress.step)
     batches: list[Batch] = []
     while len(batches) < run.accumulation:
-        batches.append(next(run.loader))
+        batches.append(objective.rows(next(run.loader)))
         for hook in run.hooks:
             hook.after_fetch(run, len(batches))
     waited = time.perf_counter() - begin
 
-    rate = run.engine.set_rates(rate_fraction(run.progress.step, train.steps, run.recipe.schedule))
+    fraction = rate_fraction(run.progress.step, train.steps, run.recipe.schedule)
+    rate = run.engine.set_rates(fraction, objective.resting)
     step = Step(
-        run.engine, run.world, batches, ranks=run.ranks, z_loss=train.z_loss, tbptt_chunks=train.tbptt_chunks,
+        run.engine, run.world, batches, ranks=run.ranks, objective=objective, tbptt_chunks=train.tbptt_chunks,
         waited=waited,
     )  # fmt: skip
     for number, inputs in enumerate(step.passes, 1):
-        objective = step.forward(inputs)
+        loss = step.forward(inputs)
         for hook in run.hooks:
             hook.after_forward(run)
-        step.backward(objective)
+        step.backward(loss)
         for hook in run.hooks:
             hook.after_backward(run, number)
     result = step.update()
@@ -146,7 +150,7 @@ def _count(run: Run, result: StepResult) -> None:
 
 
 def _log(run: Run, result: StepResult, rate: float) -> None:
-    progress, steps = run.progress, run.recipe.train.steps
+    progress, train, steps = run.progress, run.recipe.train, run.recipe.train.steps
     if progress.step % run.recipe.monitor.log_every and progress.step != steps:
         return
     values = {
@@ -164,6 +168,8 @@ def _log(run: Run, result: StepResult, rate: float) -> None:
             "train/clip_factor": result.update.clip_factor,
             "train/z": result.z,
         }
+        if train.distill:
+            values |= {f"distill/{name}": value for name, value in result.parts.items()}
     speed = run.throughput.report()
     run.metrics.write(progress.step, values | speed)
     left = clock(run.throughput.seconds_per_step * (steps - progress.step))

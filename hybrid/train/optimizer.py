@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ def role(name: str, parameter: nn.Parameter, no_decay: set[str]) -> str:
 
 
 def groups(named: Iterable[tuple[str, nn.Parameter]], no_decay: set[str]) -> list[dict[str, Any]]:
-    """Make optimizer groups `{"role": ..., "params": [...]}`, without the empty ones."""
+    """Make optimizer groups `{"role": ..., "params": [...]}`, without frozen parameters and empty groups."""
     members: dict[str, list[nn.Parameter]] = {name: [] for name in ROLES}
     for name, parameter in named:
-        members[role(name, parameter, no_decay)].append(parameter)
+        if parameter.requires_grad:
+            members[role(name, parameter, no_decay)].append(parameter)
     return [{"role": name, "params": params} for name, params in members.items() if params]
 
 
@@ -84,7 +85,14 @@ def settings(section: OptimizerSection, rho: float, name: str, fraction: float) 
     }
 
 
-def apply(param_groups: list[dict[str, Any]], section: OptimizerSection, rho: float, fraction: float) -> None:
-    """Set every group's rate and decay for the coming step."""
+def apply(
+    param_groups: list[dict[str, Any]],
+    section: OptimizerSection,
+    rho: float,
+    fraction: float,
+    resting: Collection[str] = (),
+) -> None:
+    """Set every group's rate and decay for the coming step; the `resting` ones stay as they are."""
     for group in param_groups:
-        group.update(settings(section, rho, group["role"], fraction))
+        rate = 0.0 if group["role"] in resting else fraction
+        group.update(settings(section, rho, group["role"], rate))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ FIXED = {
     "model": None,
     "data": ("context", "boundaries", "order"),
     "optimizer": ("name", "mup_base_size"),
-    "train": ("batch_size", "tbptt_chunks", "seed", "precision", "z_loss"),
+    "train": ("batch_size", "tbptt_chunks", "seed", "precision", "z_loss", "only", "distill"),
 }
 """Keys that make it another run (None: the whole section)."""
 SHOWN = ("optimizer", "schedule", "parallel")
@@ -57,7 +58,8 @@ def check(origin: Origin, now: Origin) -> list[str]:
             + ". Give the data it was trained on, another train.output (with train.init_from to start from "
             "its weights), or train.accept_new_data=true to go on with this"
         )  # fmt: skip
-    shown = [text for key, text in changes.items() if key[0] in SHOWN or key[:2] == ("train", "steps")]
+    told = (("train", "steps"), ("train", "teacher"))
+    shown = [text for key, text in changes.items() if key[0] in SHOWN or key[:2] in told]
     if origin.world_size != now.world_size:
         shown.append(f"processes: {origin.world_size} -> {now.world_size}")
     return shown + data + ([] if origin.data else [NO_FINGERPRINT])
@@ -105,12 +107,7 @@ def load_initial(model: nn.Module, path: str, tokenizer: str) -> str:
     Raises TrainError listing every missing, unexpected and differently shaped tensor.
     """
     source = newest_weights(path)
-    other = tokenizer_of(source)
-    if other not in (None, tokenizer):
-        raise TrainError(
-            f"train.init_from: the weights in {source} were trained with another tokenizer "
-            f"(fingerprint {other[:12]}, this data's is {tokenizer[:12]}): set data.tokenizer to that one"
-        )
+    refuse_other_tokenizer("train.init_from", source, tokenizer)
     found = load_weights(source)
     wanted = model.state_dict()
     faults = [f"missing: {name}" for name in wanted.keys() - found.keys()]
@@ -128,6 +125,16 @@ def load_initial(model: nn.Module, path: str, tokenizer: str) -> str:
     return f"weights from {source}: {len(found)} tensors copied, none missing, none reshaped"
 
 
+def refuse_other_tokenizer(key: str, source: Path, tokenizer: str) -> None:
+    """Raise TrainError where the weights in `source` are known to be of another tokenizer than this run's."""
+    other = tokenizer_of(source)
+    if other not in (None, tokenizer):
+        raise TrainError(
+            f"{key}: the weights in {source} were trained with another tokenizer "
+            f"(fingerprint {other[:12]}, this data's is {tokenizer[:12]}): set data.tokenizer to that one"
+        )
+
+
 def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "a scalar"
 
@@ -137,7 +144,7 @@ def _changes(before: Any, after: Any, key: tuple[str, ...] = ()) -> Iterator[tup
     if isinstance(before, dict) and isinstance(after, dict):
         for name in sorted(before.keys() | after.keys()):
             yield from _changes(before.get(name), after.get(name), (*key, name))
-    elif before != after:
+    elif before != after and (before, after) != (None, {}):  # a table that earlier versions did not have
         yield key, f"{'.'.join(key)}: {before!r} -> {after!r}"
 
 

@@ -16,6 +16,7 @@ from hybrid.errors import TrainError
 from hybrid.model.head import IGNORE
 
 from . import tbptt
+from .distill import CROSS_ENTROPY, Objective
 from .engine import Engine, Update
 
 
@@ -24,9 +25,12 @@ class StepResult:
     """What came of a step; equal on all ranks but for `batches`."""
 
     loss: float
-    """Nats per counted token over the whole step; not a number when none is counted."""
+    """The objective per counted token over the whole step (nats, unless blocks are aligned); not a number
+    when none is counted."""
     loss_largest: float
     """The largest of the ranks' own means."""
+    parts: dict[str, float]
+    """The losses that it is the weighted sum of, in nats or relative, per counted token."""
     z: float
     """Mean of logsumexp(logits)^2 per counted token."""
     tokens: int
@@ -59,7 +63,7 @@ class Step:
         batches: list[Batch],
         *,
         ranks: SequenceRanks = ALONE,
-        z_loss: float = 0.0,
+        objective: Objective = CROSS_ENTROPY,
         tbptt_chunks: int = 1,
         waited: float = 0.0,
     ) -> None:
@@ -67,11 +71,11 @@ class Step:
 
         Args:
             ranks: those that read the same batches, each to train on its shard of them.
-            z_loss: weight of the mean of logsumexp(logits)^2 in the objective.
+            objective: what is made small.
             tbptt_chunks: passes in which a micro-batch is read.
             waited: seconds this rank waited for the batches.
         """
-        self._engine, self._world, self._batches, self._z_loss = engine, world, batches, z_loss
+        self._engine, self._world, self._batches, self._objective = engine, world, batches, objective
         shards = [ranks.shard(batch) for batch in batches]
         counted = sum(int((shard.labels != IGNORE).sum()) for shard in shards)
         seen = sum(shard.ids.numel() for shard in shards)
@@ -86,15 +90,20 @@ class Step:
         self.passes = [chunk for shard in shards for chunk in tbptt.chunks(shard, tbptt_chunks)]
         self._passes_left = len(self.passes)
         self._reader = tbptt.ChunkReader(engine.forward, world.device)
-        self._sums = torch.zeros(3, dtype=torch.float64, device=world.device)
-        self._of_ranks = torch.zeros(world.size, 5, dtype=torch.float64)
+        self._sums = torch.zeros(1, dtype=torch.float64, device=world.device)
+        self._of_ranks = torch.zeros(world.size, 1, dtype=torch.float64)
+        self._parts: list[str] = []
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Compute the sum to differentiate of one pass."""
-        out = self._reader.read(inputs, z_loss=self._z_loss)
-        outside = out.total.new_zeros(()) if out.outside is None else out.outside
-        self._sums += torch.stack([out.total.detach(), out.z_total.detach(), outside])
-        return out.total + self._z_loss * out.z_total if self._z_loss else out.total
+        inputs = inputs.to(self._world.device)
+        out = self._reader.read(inputs, **self._objective.options(inputs))
+        parts, z_loss = self._objective.parts(out), self._objective.z_loss
+        loss = self._objective.total(parts)
+        outside = loss.new_zeros(()) if out.outside is None else out.outside
+        sums = [loss.detach(), out.z_total.detach(), outside, *(part.detach() for part in parts.values())]
+        self._sums, self._parts = self._sums + torch.stack(sums), list(parts)
+        return loss + z_loss * out.z_total if z_loss else loss
 
     def backward(self, objective: Tensor) -> None:
         """Add the gradient of one pass; at the last one all ranks learn each other's losses."""
@@ -115,12 +124,13 @@ class Step:
 
     def update(self) -> StepResult:
         """Update the weights, unless a loss or the gradient is not finite, or no token is counted."""
-        losses, z, _, checksums, waited = self._of_ranks.unbind(1)
+        losses, z, _, *parts, checksums, waited = self._of_ranks.unbind(1)
         update, total = self._engine.step(), self._total or math.nan
         empty = not self._total
         return StepResult(
             loss=float(losses.sum()) / total,
             loss_largest=float((losses / self._counted.clamp(min=1)).max()),
+            parts={name: float(part.sum()) / total for name, part in zip(self._parts, parts, strict=True)},
             z=float(z.sum()) / total,
             tokens=self._seen,
             empty=empty,

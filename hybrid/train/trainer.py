@@ -36,12 +36,15 @@ from hybrid.distributed.signals import Signals
 from hybrid.distributed.watchdog import compilation_takes_time, compiled_kernels_are_progress, watching
 from hybrid.distributed.world import World, start
 from hybrid.errors import TrainError
+from hybrid.estimate.info import meta_model
 from hybrid.files import no_link
 from hybrid.layers.errors import SlowPathWarning
 from hybrid.model import HybridLM
+from hybrid.model.freeze import freeze_all_but
 from hybrid.recipe.schema import Recipe
 
 from . import resume
+from .distill import Objectives
 from .engine import Engine
 from .hooks import CheckpointProgress, DamagedShards, LayerStatistics, SignsOfLife, StopSignals, stop
 from .loop import Run, evaluate, train_steps, wait_saved
@@ -100,6 +103,8 @@ def train(recipe: Recipe) -> Summary:
     world.check_equal("the recipe", hashlib.sha256(recipes.to_yaml(recipe).encode()).hexdigest()[:12])
     with world.all_ranks_or_none():
         recipes.check(recipe, world.size)
+        if recipe.train.only is not None:
+            meta_model(recipe)  # refuses names that there are not
     output = Path(recipe.train.output)
     with lost_peers_in_words(), contextlib.ExitStack() as stack:
         world.rank0_only(lambda: stack.enter_context(opened(output)))
@@ -175,6 +180,12 @@ def build(recipe: Recipe, world: World, signals: Signals, log: LogFile, stack: c
         model.loss_chunk, model.activation_checkpointing = train.loss_chunk, train.activation_checkpointing
         if tag is None and train.init_from:
             metrics.say(resume.load_initial(model, train.init_from, tokenizer.fingerprint))
+        freeze_all_but(model, train.only)
+        if train.only is not None:
+            metrics.say(f"training {model.num_trained:,} of {model.num_parameters:,} parameters (train.only)")
+        objectives = Objectives(
+            recipe, model, tokenizer.fingerprint, world.device, progress.step, metrics.say
+        )
     with world.heartbeat.no_timeout("building the engine"):
         with contextlib.redirect_stdout(io.StringIO()) as said:
             try:
@@ -201,7 +212,7 @@ def build(recipe: Recipe, world: World, signals: Signals, log: LogFile, stack: c
         recipe, world, engine, loader, geometry.accumulation, ranks, held_out, metrics,
         Throughput(recipe, flops, world), writer,
         [SignsOfLife(), CheckpointProgress(), LayerStatistics(), DamagedShards(shards, progress.step),
-         StopSignals(signals)], progress,
+         StopSignals(signals)], progress, objectives,
     )  # fmt: skip
 
 

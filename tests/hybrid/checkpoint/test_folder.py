@@ -47,7 +47,7 @@ class FakeState:
 
     def files(self) -> list[tensor_files.TensorFile]:
         moment = tensor_files.Entry("a", "exp_avg", (250, 250), 0)
-        return [tensor_files.layout({"a": (4,)}, [])[0], tensor_files.TensorFile(OPTIMIZER, (moment,))]
+        return [tensor_files.layout({"a": (4,)}, [], "a")[0], tensor_files.TensorFile(OPTIMIZER, (moment,))]
 
     def capture(self) -> list[tuple[tensor_files.TensorFile, list[torch.Tensor]]]:
         return list(
@@ -308,7 +308,7 @@ def test_links_laid_where_a_save_will_write_are_not_followed(tmp_path: Path):
 def test_files_beyond_a_size_are_cut_at_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As other programs cut them: numbered, with an index of the weights."""
     monkeypatch.setattr(tensor_files, "FILE_BYTES", 32)
-    files = tensor_files.layout({"a": (4,), "b": (3,), "c": (2, 3)}, ["exp_avg", "step"])
+    files = tensor_files.layout({"a": (4,), "b": (3,), "c": (2, 3)}, ["exp_avg", "step"], "abc")
     assert [[entry.name for entry in file.entries] for file in files] == [
         ["a", "b"], ["c"], ["a.exp_avg", "a.step", "b.exp_avg"], ["b.step", "c.exp_avg", "c.step"],
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from hybrid.recipe import Geometry, layer_specs
 from hybrid.recipe.schema import Recipe
 from hybrid.train import engine as engine_module
 from hybrid.train import optimizer
+from hybrid.train.distill import CROSS_ENTROPY
 from hybrid.train.engine import Engine, settings
 from hybrid.train.step import Step
 
@@ -122,7 +124,7 @@ def in_ranks(
         wrong = bad if number == bad_step and world.rank == world.size - 1 else ""
         hook = engine.model.norm.weight.register_hook(one_nan) if wrong == "gradient" else None
         with patched(Engine, "forward", bad_forward if wrong == "loss" else true_forward):
-            done = Step(engine, world, batches, z_loss=z_loss).take()
+            done = Step(engine, world, batches, objective=replace(CROSS_ENTROPY, z_loss=z_loss)).take()
         if hook:
             hook.remove()
         found["steps"].append((done.loss, done.update.norm, done.update.clip_factor, done.update.skipped))
