@@ -57,26 +57,28 @@ def inspect(
     if output.exists() and (output.is_dir() or output.samefile(text)):
         raise InspectError(f"--output {output}: it must be a file of its own, not a folder or the text")
     model, tokenizer = load_model(path)
-    shown = _layers(model, layers)
+    mixers = _layers(model, layers)
     ids = [tokenizer.bos_id, *tokenizer.encode(content)]
-    heads = sum(model.blocks[layer].mixer.num_kv_heads for layer in shown)
+    heads = sum(mixer.num_kv_heads for mixer in mixers)
     if len(ids) * heads > LARGEST:
         raise InspectError(
-            f"{len(ids):,} tokens in {heads} heads of layers {_listed(shown)} are more than one page can hold "
-            f"({LARGEST:,} in all); choose fewer with --layers"
+            f"{len(ids):,} tokens in {heads} heads of layers {_listed(mixers)} are more than one page can "
+            f"hold ({LARGEST:,} in all); choose fewer with --layers"
         )
     spots = sorted({round((i + 1) * len(ids) / queries) - 1 for i in range(queries)} - {-1})
     device = model.head.weight.device
-    traces = trace(model, torch.tensor(ids, device=device), shown, spots, say)
+    traces = trace(model, torch.tensor(ids, device=device), mixers, spots, say)
     about = describe(model, traces, len(ids), spots) | {"model": str(path), "text": text.name}
     say("writing the page")
     with replacing(output) as file:
         write(file, about, arrays(tokenizer, ids, traces))
     size = output.stat().st_size / 1e6
-    note = ""
-    if whole := [one["layer"] for one in about["layers"] if one["chunk"] * one["window"] >= len(ids)]:
-        note = f"\nall tokens are still in the window of layers {_listed(whole)}: their slots are not read yet"
-    return f"{output}: {len(ids):,} tokens in the KVM layers {_listed(shown)} ({size:.1f} MB){note}"
+    told = f"{output}: {len(ids):,} tokens in the KVM layers {_listed(mixers)} ({size:.1f} MB)"
+    if whole := [mixer for mixer in mixers if not mixer.spec.window_start(len(ids))]:
+        told += (
+            f"\nall tokens are still in the window of layers {_listed(whole)}: no slot of theirs is read yet"
+        )
+    return told
 
 
 def _read(path: Path) -> str:
@@ -89,37 +91,39 @@ def _read(path: Path) -> str:
     return content
 
 
-def _layers(model: HybridLM, wanted: Sequence[int] | None) -> list[int]:
+def _layers(model: HybridLM, wanted: Sequence[int] | None) -> list[KVM]:
     """Choose the layers to show."""
-    found = [index for index, block in enumerate(model.blocks) if isinstance(block.mixer, KVM)]
+    found = {mixer.site.layer: mixer for mixer in model.mixers if isinstance(mixer, KVM)}
     if not found:
-        kinds = ", ".join(sorted({block.mixer.kind for block in model.blocks}))
+        kinds = ", ".join(sorted({mixer.kind for mixer in model.mixers}))
         raise InspectError(f"the model has no KVM layer, so there are no slots to show (it has {kinds})")
     if unknown := sorted(set(wanted or ()) - set(found)):
-        raise InspectError(f"--layers: {unknown[0]} is no KVM layer of this model; allowed: {_listed(found)}")
-    return sorted(set(wanted)) if wanted else found
+        allowed = _listed(list(found.values()))
+        raise InspectError(f"--layers: {unknown[0]} is no KVM layer of this model; allowed: {allowed}")
+    return [mixer for layer, mixer in found.items() if wanted is None or layer in wanted]
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+def _listed(mixers: Sequence[KVM]) -> str:
+    return ", ".join(str(mixer.site.layer) for mixer in mixers)
 
 
-def describe(model: HybridLM, traces: Sequence[LayerTrace], tokens: int, queries: list[int]) -> dict[str, Any]:
+def describe(
+    model: HybridLM, traces: Sequence[LayerTrace], tokens: int, queries: list[int]
+) -> dict[str, Any]:
     """List what the page's script must know beside the arrays."""
-    shown = {one.layer for one in traces}
     layers = [
         {
-            "layer": one.layer,
-            "heads": one.mixer.num_kv_heads,
-            "shared": one.mixer.num_heads // one.mixer.num_kv_heads,
-            "chunk": one.mixer.spec.chunk,
-            "window": one.mixer.spec.window_chunks,
-            "sinks": one.mixer.spec.sinks,
-            "gated": bool(one.gates),
+            "layer": mixer.site.layer,
+            "heads": mixer.num_kv_heads,
+            "shared": mixer.num_heads // mixer.num_kv_heads,
+            "chunk": mixer.spec.chunk,
+            "window": mixer.spec.window_chunks,
+            "sinks": mixer.spec.sinks,
+            "gated": mixer.spec.gated,
         }
-        for one in traces
+        for mixer in (one.mixer for one in traces)
     ]
-    others = [f"{i} ({block.mixer.kind})" for i, block in enumerate(model.blocks) if i not in shown]
+    others = [f"{mixer.site.layer} ({mixer.kind})" for mixer in model.mixers if not isinstance(mixer, KVM)]
     return {"tokens": tokens, "queries": queries, "layers": layers, "others": others}
 
 
@@ -139,7 +143,7 @@ def arrays(
         slots = 2 * np.concatenate(one.slots, 1) + np.concatenate(one.founds, 1)
         gates = np.concatenate(one.gates, 1) if one.gates else None
         for head in range(one.mixer.num_kv_heads):
-            place = f"{one.layer}-{head}"
+            place = f"{one.mixer.site.layer}-{head}"
             yield f"slot-{place}", slots[head].astype("<u4").tobytes()
             if gates is not None:
                 rounded = gates[head].astype("<f4").view("<u4") + 0x8000
@@ -152,7 +156,8 @@ def arrays(
 def write(file: BinaryIO, about: dict[str, Any], arrays: Iterator[tuple[str, bytes]]) -> None:
     """Write the page: its template with the title, the description and the arrays in their places."""
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    head, tail = template.replace("{{title}}", html.escape(about["text"])).split("{{data}}")
+    head, tail = template.split("{{data}}")
+    head = head.replace("{{title}}", html.escape(about["text"]))
     described = json.dumps(about).replace("<", "\\u003c")
     file.write(f'{head}<script type="application/json" id="about">{described}</script>\n'.encode())
     for name, data in arrays:

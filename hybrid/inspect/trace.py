@@ -24,7 +24,6 @@ PIECE = 1024
 class LayerTrace:
     """What one KVM layer did; a list has one entry for each call of the model, along the last axis."""
 
-    layer: int
     mixer: KVM
     slots: list[np.ndarray] = field(default_factory=list)
     """int32 `[G, A]`: the slot of each token that is in the state, from token 0 on."""
@@ -60,7 +59,7 @@ class LayerTrace:
 def trace(
     model: HybridLM,
     ids: Tensor,
-    layers: Sequence[int],
+    mixers: Sequence[KVM],
     queries: Sequence[int],
     say: Callable[[str], None] = lambda text: None,
 ) -> list[LayerTrace]:
@@ -68,11 +67,11 @@ def trace(
 
     Args:
         ids: int64 `[T]`, on the model's device.
-        layers: numbers of KVM layers.
+        mixers: the model's KVM layers to look at.
         queries: positions of the tokens whose attention is wanted; each is read in a call of its own.
         say: told how far it is.
     """
-    traces = [LayerTrace(layer, model.blocks[layer].mixer) for layer in layers]
+    traces = [LayerTrace(mixer) for mixer in mixers]
     count, wanted = len(ids), set(queries)
     borders = sorted({*range(0, count, PIECE), *wanted, *(query + 1 for query in wanted), count})
     state: Any = None
@@ -91,5 +90,6 @@ def trace(
             for hook in hooks:
                 hook.remove()
         for one in traces:
-            one.take(routes[one.layer], state.layers[one.layer].mixer.operator)
+            layer = one.mixer.site.layer
+            one.take(routes[layer], state.layers[layer].mixer.operator)
     return traces

@@ -235,7 +235,9 @@ class KVM(ProjectedMixer):
             slots = slots[:, :, :0]
         window = state.window().k.transpose(1, 2).to(norm.weight.dtype)
         # The query heads of one key/value head lie side by side.
-        grouped = q[:, 0].to(norm.weight.dtype).unflatten(1, (self.num_kv_heads, -1)) / math.sqrt(self.head_dim)
+        grouped = q[:, 0].to(norm.weight.dtype).unflatten(1, (self.num_kv_heads, -1)) / math.sqrt(
+            self.head_dim
+        )
         logits = [(grouped @ keys.mT).flatten(1, 2) for keys in (slots, window)]
         if self.options.temperatures:
             logits = [logits[0] * self.state_head_temp[:, None], logits[1] * self.front_head_temp[:, None]]
