@@ -19,21 +19,16 @@ import numpy as np
 import torch
 
 from hybrid.data.tokenizer import Tokenizer
-from hybrid.errors import UserError
 from hybrid.files import replacing
 from hybrid.generate import load_model
 from hybrid.layers.kvm.mixer import KVM
 from hybrid.model import HybridLM
 from hybrid.text import decode
 
-from .trace import LayerTrace, trace
+from .trace import InspectError, LayerTrace, trace
 
 LARGEST = 2**26
 """Most places (tokens times heads of all layers shown) of one page: 3 to 5 bytes each in the file."""
-
-
-class InspectError(UserError):
-    """A text or model that cannot be shown; the message says why and what is allowed."""
 
 
 def inspect(

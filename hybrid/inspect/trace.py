@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.errors import UserError
 from hybrid.layers.kvm.mixer import KVM, positive_gate
 from hybrid.layers.kvm.routing import Routes
 from hybrid.layers.kvm.state import KVMState
@@ -18,6 +19,10 @@ from hybrid.model import HybridLM
 
 PIECE = 1024
 """Tokens read per call: bounds the memory that reading takes beside the state."""
+
+
+class InspectError(UserError):
+    """A text or model that cannot be shown; the message says why and what is allowed."""
 
 
 @dataclass
@@ -70,6 +75,8 @@ def trace(
         mixers: the model's KVM layers to look at.
         queries: positions of the tokens whose attention is wanted; each is read in a call of its own.
         say: told how far it is.
+
+    Raises InspectError when the model gives what is not finite.
     """
     traces = [LayerTrace(mixer) for mixer in mixers]
     count, wanted = len(ids), set(queries)
@@ -85,10 +92,15 @@ def trace(
             for one in traces
         ]
         try:
-            _, state = model(ids[None, start:end], state, routes=routes, last_only=True)
+            logits, state = model(ids[None, start:end], state, routes=routes, last_only=True)
         finally:
             for hook in hooks:
                 hook.remove()
+        if not torch.isfinite(logits).all():
+            raise InspectError(
+                f"the model's logits are not finite after {end:,} tokens; its weights are probably from a run "
+                "that diverged"
+            )
         for one in traces:
             layer = one.mixer.site.layer
             one.take(routes[layer], state.layers[layer].mixer.operator)

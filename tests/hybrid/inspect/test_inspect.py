@@ -267,3 +267,15 @@ def test_a_model_without_slots_and_a_text_too_long_are_refused(folder, tmp_path,
     monkeypatch.setattr(page, "LARGEST", 4)
     assert main(["inspect", str(folder), "--text", str(text), "--output", str(tmp_path / "x.html")]) == 2
     assert "choose fewer with --layers" in capsys.readouterr().err
+
+
+def test_a_model_that_diverged_is_named_and_nothing_is_written(folder, tmp_path, monkeypatch, capsys):
+    model, tokenizer = load_model(folder)
+    with torch.no_grad():
+        model.blocks[2].mixer.c_proj.weight[0, 0] = torch.nan
+    monkeypatch.setattr(page, "load_model", lambda path: (model, tokenizer))
+    text, output = tmp_path / "text", tmp_path / "x.html"
+    text.write_text(TEXT)
+    assert main(["inspect", str(folder), "--text", str(text), "--output", str(output)]) == 2
+    assert "logits are not finite" in capsys.readouterr().err
+    assert not output.exists()
