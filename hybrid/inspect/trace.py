@@ -98,8 +98,8 @@ def trace(
                 hook.remove()
         if not torch.isfinite(logits).all():
             raise InspectError(
-                f"the model's logits are not finite after {end:,} tokens; its weights are probably from a run "
-                "that diverged"
+                f"the model's logits are not finite after {end:,} tokens; its weights are probably from a "
+                "run that diverged"
             )
         for one in traces:
             layer = one.mixer.site.layer
