@@ -24,7 +24,7 @@ FLOORS = (
     "generate",
     "train",
     "convert",
-    "evaluate verify launch",
+    "evaluate inspect verify launch",
     "cli",
     "__main__",
 )

@@ -79,6 +79,11 @@ def rank(text: str) -> int:
     return count(text, least=0)
 
 
+def layer_numbers(text: str) -> list[int]:
+    """Read whole numbers of 0 or more with commas between them, such as 1,3."""
+    return [count(number.strip(), least=0) for number in text.split(",")]
+
+
 def port(text: str) -> int:
     """Read the number of a TCP port."""
     if not text.isdecimal() or not 1 <= int(text) < 2**16:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
-from .arguments import Parser, UsageError, count, option, part, path, port, rank, size
+from .arguments import Parser, UsageError, count, layer_numbers, option, part, path, port, rank, size
 
 CONVERT_FROM = ("hybrid", "deepspeed", "paper", "hf")
 CONVERT_TO = ("hybrid", "paper", "hf")
@@ -230,6 +230,24 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _declare_inspect(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="what hybrid generate reads", type=path)
+    parser.add_argument("--text", metavar="FILE", help="the text to read", type=path, required=True)
+    option(parser, "--output", "FILE.html", "the page (%(default)s)", path, "inspect.html")
+    option(parser, "--queries", "N", "tokens whose attention is shown (%(default)s)", count, 16)
+    option(parser, "--layers", "I,J", "only these KVM layers, by number", layer_numbers)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from hybrid.inspect import inspect
+
+    where = arguments.model, arguments.text, arguments.output
+    with progress_line() as say:
+        report = inspect(*where, arguments.queries, arguments.layers, say)
+    print(report)
+    return 0
+
+
 def _declare_convert(parser: Parser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a run, checkpoint or model", type=path)
     parser.add_argument("dest", metavar="DEST", help="a new folder", type=path)
@@ -336,6 +354,12 @@ COMMANDS = {
         "hybrid generate runs/quickstart --prompt 'def main(' --temperature 0.8 --samples 3",
         _declare_generate,
         _generate,
+    ),
+    "inspect": Command(
+        "Write a page that shows where each token of a text is in a model's memory.",
+        "hybrid inspect runs/quickstart --text README.md --output memory.html",
+        _declare_inspect,
+        _inspect,
     ),
     "convert": Command(
         "Convert a model from and to other formats; recognises the source, checks and reports the result.",

@@ -19,7 +19,7 @@ from ..parameters import always_used, initialise, ordered_gradients
 from ..projections import Projected, ProjectedMixer, ProjectedState
 from ..registry import register
 from .attention import Budget, KVMSpec, KVMState, kvm_attention
-from .contributions import Tokens
+from .contributions import Norm, Normed, Tokens
 from .hand_off import handed_numbers, sharded_attention
 from .spec import Update, updates
 
@@ -217,6 +217,35 @@ class KVM(ProjectedMixer):
         names = ("front_head_temp", "state_head_temp", "state_head_bias")
         found = [getattr(self, name, None) for name in names]
         return [None if x is None else self.own(x, context) for x in found]
+
+    def masses(self, q: Tensor, state: KVMState) -> tuple[Tensor, Tensor]:
+        """Compute the attention of the last token, for people to look at (without gradient).
+
+        Args:
+            q: its queries `[B, 1, H, D]`, as `project` gives them.
+            state: as it is after this token.
+
+        Returns:
+            The mass on every slot `[B, H, S]` (S is 0 while slots are not read) and on every token of the
+            window `[B, H, W]`, in fp32 or wider; over both they sum to 1.
+        """
+        norm = Norm(*(x.to(compute_dtype(q)) for x in (self.ln_s_k.weight, self.ln_s_k.bias)))
+        slots = Normed(state.sums().keys, norm).out
+        if not self.spec.window_start(state.position):
+            slots = slots[:, :, :0]
+        window = state.window().k.transpose(1, 2).to(norm.weight.dtype)
+        # The query heads of one key/value head lie side by side.
+        grouped = q[:, 0].to(norm.weight.dtype).unflatten(1, (self.num_kv_heads, -1)) / math.sqrt(
+            self.head_dim
+        )
+        logits = [(grouped @ keys.mT).flatten(1, 2) for keys in (slots, window)]
+        if self.options.temperatures:
+            logits = [logits[0] * self.state_head_temp[:, None], logits[1] * self.front_head_temp[:, None]]
+        if self.options.state_bias:
+            logits[0] = logits[0] + self.state_head_bias[:, None]
+        count = slots.shape[2]
+        mass = torch.cat(logits, -1).softmax(-1)
+        return mass[..., :count], mass[..., count:]
 
     def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Name statistics as `Context.statistics` does."""
